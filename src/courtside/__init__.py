@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from courtside import errors
     from courtside.api import evaluate_student, export, rescore, show, train
     from courtside.comparison.comparison import Comparison, compare
+    from courtside.planning.plan import CostPlan, plan
     from courtside.recipe import Recipe
     from courtside.recipe.load import load_recipe, parse_recipe
+    from courtside.recipe.pipeline import load_pipeline
     from courtside.report.folder.folder import RunFolder
     from courtside.types import Evaluation, Grade, Message, Task, Trajectory, Turn
 
@@ -21,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Comparison",
+    "CostPlan",
     "Evaluation",
     "Grade",
     "Message",
@@ -34,8 +37,10 @@ __all__ = [
     "errors",
     "evaluate_student",
     "export",
+    "load_pipeline",
     "load_recipe",
     "parse_recipe",
+    "plan",
     "rescore",
     "show",
     "train",
@@ -44,6 +49,7 @@ __all__ = [
 
 _HOMES = {
     "Comparison": "courtside.comparison.comparison",
+    "CostPlan": "courtside.planning.plan",
     "Evaluation": "courtside.types",
     "Grade": "courtside.types",
     "Message": "courtside.types",
@@ -55,8 +61,10 @@ _HOMES = {
     "compare": "courtside.comparison.comparison",
     "evaluate_student": "courtside.api",
     "export": "courtside.api",
+    "load_pipeline": "courtside.recipe.pipeline",
     "load_recipe": "courtside.recipe.load",
     "parse_recipe": "courtside.recipe.load",
+    "plan": "courtside.planning.plan",
     "rescore": "courtside.api",
     "show": "courtside.api",
     "train": "courtside.api",

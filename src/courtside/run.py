@@ -15,7 +15,9 @@ from urllib.parse import quote
 
 import torch
 
+from courtside.drafts.base import DraftOutcome
 from courtside.errors import (
+    DraftFailuresError,
     EnvironmentFaultsError,
     Interrupted,
     NotFiniteError,
@@ -46,7 +48,7 @@ from courtside.teacher.judging import judge_hints
 from courtside.training import checkpoints
 from courtside.types import Scored, Update
 
-INTERRUPTIBLE_PHASES = ("rollout", "reader", "teacher", "evaluate")
+INTERRUPTIBLE_PHASES = ("rollout", "drafts", "reader", "teacher", "evaluate")
 """In these the student's weights are those of the last whole step."""
 
 
@@ -110,7 +112,7 @@ class Run:
                 "train.micro_batch_tokens or train.logits_chunk_tokens (neither changes the "
                 f"update) or {fix}, and go on in the same folder"
             ) from error
-        except (UserError, EnvironmentFaultsError):
+        except (UserError, EnvironmentFaultsError, DraftFailuresError):
             # The user must fix something (a task without its field); the steps done are saved.
             if self.num_steps:
                 self._save()
@@ -164,7 +166,12 @@ class Run:
             ) from error
 
     def record(
-        self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
+        self,
+        step: int,
+        scored: Sequence[Scored],
+        update: Update,
+        reader_counts: Mapping[str, int],
+        drafts: DraftOutcome,
     ) -> None:
         if update.teacher_logp:  # the update scored hints
             scored = judge_hints(scored, update)
@@ -172,7 +179,12 @@ class Run:
             check_empty_update(self.recipe, scored, update)
         self.num_steps = step + 1
         cost = self.meter.add_step(
-            scored, update, counts, sizes=self.sizes, is_recorded=self.recipe.tasks.is_recorded
+            scored,
+            update,
+            reader_counts,
+            sizes=self.sizes,
+            is_recorded=self.recipe.tasks.is_recorded,
+            draft_usage=drafts.usage,
         )
         seconds = self.meter.lap()
         self.budget.add(compute_costs(seconds, cost))
@@ -184,7 +196,8 @@ class Run:
             seconds=seconds,
             cost=cost,
             store_trajectories=step % self.recipe.run.trajectories_every == 0 or last,
-            reader_counts=counts if self.recipe.reader is not None else None,
+            reader_counts=reader_counts if self.recipe.reader is not None else None,
+            draft_counts=drafts.counts,
         )
         self.folder.write_costs(self.meter.totals())
         for tracker in self.trackers:

@@ -26,6 +26,7 @@ from support.tiny_model import tiny_model, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from courtside.assemble import assemble
+from courtside.errors import RecipeError
 from courtside.runtime import Runtime
 from courtside.training.loss_terms import find_trained_tokens, make_loss_terms
 from courtside.types import Grade, Message, Scored, Task, Trajectory, Turn
@@ -166,6 +167,24 @@ ON_POLICY: dict[str, list[dict[str, Any]]] = {
     "gap extrapolated": [{"kind": "policy_gradient", "extrapolate": 1.7}],
     "reward": [{"kind": "policy_gradient", "advantage": "reward"}],
     "reward over std": [{"kind": "policy_gradient", "advantage": "reward", "scale_by_std": True}],
+    "leave one out": [
+        {"kind": "policy_gradient", "advantage": "reward", "group_baseline": "leave_one_out"}
+    ],
+    "dual clip": [
+        {"kind": "policy_gradient", "advantage": "reward", "clip": [0.2, 0.3], "dual_clip": 1.5}
+    ],
+    "each turn": [{"kind": "divergence", "normalize": "turn"}],
+    "each sequence": [{"kind": "policy_gradient", "advantage": "reward", "normalize": "sequence"}],
+    "constant": [{"kind": "divergence", "normalize": "constant", "normalize_tokens": 20}],
+    "gated": [
+        {"kind": "divergence", "gate": {"temperature": 0.5}},
+        {"kind": "policy_gradient", "gate": {"direction": "rejected"}, "normalize": "sequence"},
+    ],
+    "gap and reward": [
+        {"kind": "policy_gradient", "name": "gap", "weight": 0.5},
+        {"kind": "policy_gradient", "name": "rl", "advantage": "reward", "clip": [0.2, 0.28],
+         "group_baseline": "leave_one_out", "normalize": "sequence"},
+    ],
 }  # fmt: skip
 
 MIX: list[dict[str, Any]] = [
@@ -222,6 +241,16 @@ def test_cross_entropy_on_data(tiny_folder):
     parts = make_float64(assemble(recipe))
     batch = [make_trajectory(parts, n, source="dataset") for n in range(5)]
     check(parts, parts.teacher(batch), losses)
+
+
+def test_cross_entropy_on_own_samples_must_be_asked_for(tiny_folder):
+    losses = [{"kind": "cross_entropy", "on": "student", "self_imitation": True}]
+    parts = make_float64(assemble(small_recipe(tiny_folder, losses=losses)))
+    (note,) = (note for note in parts.notes if "self_imitation" in note)
+    assert "losses[0] (cross_entropy)" in note and "expected gradient is zero" in note
+    check(parts, parts.teacher(make_batch(parts)), losses)
+    with pytest.raises(RecipeError, match=r"degrades it.*self_imitation = true"):
+        small_recipe(tiny_folder, losses=[{"kind": "cross_entropy", "on": "student"}])
 
 
 def preference_recipe(student: Path, **changes: Any) -> Any:
@@ -282,6 +311,28 @@ def test_a_mix_does_not_depend_on_the_cut(train, checkpointing, tiny_folder, tin
     assert_equal_gradients(backwards, gradients)
 
 
+NORMALIZED: list[dict[str, Any]] = [
+    {"kind": "divergence", "normalize": "constant", "normalize_tokens": 6, "weight": 0.5},
+    {"kind": "policy_gradient", "name": "rl", "advantage": "reward", "normalize": "sequence",
+     "group_baseline": "leave_one_out", "clip": [0.2, 0.3], "dual_clip": 1.5},
+    {"kind": "policy_gradient", "name": "gap", "normalize": "turn", "weight": 0.3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("train", MIXED, ids=str)
+def test_no_denominator_depends_on_the_cut(train, tiny_folder, tiny_teacher_folder):
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, losses=NORMALIZED, train=train)
+    parts = make_float64(assemble(recipe))
+    scored = parts.teacher(make_batch(parts))
+    ours = check(parts, scored, NORMALIZED)
+    terms = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
+    num_turns = sum(len(set(s.trajectory.turn_of)) for s in scored)
+    assert [term.denominator for term in terms] == [6 * len(scored), len(scored), num_turns]
+    unbounded = [{k: v for k, v in loss.items() if k != "dual_clip"} for loss in NORMALIZED]
+    other, _ = naive_gradients(parts, scored, unbounded)
+    assert max(float((ours[n] - other[n]).abs().max()) for n in ours) > 1e-6, "a bound that acts"
+
+
 def test_metrics_do_not_depend_on_the_cut(tiny_folder, tiny_teacher_folder):
     metrics = []
     for train in MIXED:
@@ -334,6 +385,38 @@ def test_routed_teachers_of_different_width(tiny_folder, tiny_teacher_folder, wi
         scored = parts.teacher(make_batch(parts))
         assert len({s.target.hidden_TD.shape[1] for s in scored}) == 2
         check(parts, scored, losses)
+
+
+@pytest.mark.parametrize("budget", [60, 8192])
+@pytest.mark.parametrize("weights", ["equal", {"wide": 3.0, "plain": 0.5}], ids=str)
+def test_each_route_is_averaged_on_its_own(
+    weights, budget, tiny_folder, tiny_teacher_folder, wide_folder
+):
+    losses = [
+        {"kind": "divergence", "route_weights": weights},
+        {"kind": "policy_gradient", "normalize": "sequence", "route_weights": weights,
+         "weight": 0.4},
+    ]  # fmt: skip
+    routes = {
+        "wide": {"kind": "model", "model": str(wide_folder)},
+        "plain": {"kind": "model", "model": str(tiny_teacher_folder)},
+    }
+    recipe = small_recipe(
+        tiny_folder,
+        losses=losses,
+        teacher={"kind": "routes", "routes": routes, "default": "plain"},
+        train={"micro_batch_tokens": budget},
+    )
+    parts = make_float64(assemble(recipe))
+    scored = parts.teacher(make_batch(parts))
+    ours = check(parts, scored, losses)
+    together, _ = naive_gradients(
+        parts, scored, [{k: v for k, v in x.items() if k != "route_weights"} for x in losses]
+    )
+    assert max(float((ours[n] - together[n]).abs().max()) for n in ours) > 1e-4
+    # A route that a step does not have leaves the others with the whole weight.
+    alone = [s for s in scored if s.trajectory.task.tags == ("wide",)]
+    check(parts, alone, losses)
 
 
 def test_rows_are_ordered_the_same_in_every_process(tiny_folder, tiny_teacher_folder, wide_folder):

@@ -182,6 +182,13 @@ policy_gradient.py
 + teacher_logp_T + (1 - lam)
 - advantage_T - baseline_T
 + advantage_T + baseline_T
+- (teacher_logp_T - sampler_logp_T).detach()
++ (sampler_logp_T - teacher_logp_T).detach()
++ teacher_logp_T - sampler_logp_T
+- (sign * gap_T / temperature).sigmoid()
++ (sign * gap_T * temperature).sigmoid()
+- 1.0 if direction == "endorsed" else -1.0
++ 1.0
 - -(sampler_logp_T < math.log(below))
 + (sampler_logp_T < math.log(below))
 + -(sampler_logp_T > math.log(below))
@@ -200,6 +207,16 @@ policy_gradient.py
 + clamp(1 - high, 1 + low)
 - torch.minimum(ratio_T
 + torch.maximum(ratio_T
+- torch.maximum(surrogate_T, dual_clip * advantage_T)
++ torch.minimum(surrogate_T, dual_clip * advantage_T)
++ torch.maximum(surrogate_T, dual_clip + advantage_T)
+- torch.where(advantage_T < 0, bounded_T, surrogate_T)
++ bounded_T
++ torch.where(advantage_T > 0, bounded_T, surrogate_T)
+- clip=self.clip, dual_clip=self.dual_clip
++ clip=self.clip
+- len(rewards_M) / (len(rewards_M) - 1)
++ (len(rewards_M) - 1) / len(rewards_M)
 - clipped_T * advantage_T)
 + ratio_T * advantage_T)
 - -ratio_T.detach().clamp(max=limit) * advantage_T
@@ -229,6 +246,14 @@ policy_gradient.py
 + weight_N=self.weight_N[: rows.stop - rows.start],
 
 preference.py
+- (margin_N - 1 / (2 * beta)).square()
++ (margin_N - 1 / beta).square()
++ (margin_N + 1 / (2 * beta)).square()
++ (margin_N - 1 / (2 * beta)).abs()
+- (1 / beta - 2 * margin_N).detach()
++ (1 / beta - margin_N).detach()
++ (2 * margin_N - 1 / beta).detach()
++ (1 / beta - 2 * margin_N)
 - -logsigmoid(beta * margin_N)
 + -logsigmoid(-beta * margin_N)
 + -logsigmoid(margin_N)

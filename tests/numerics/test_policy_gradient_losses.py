@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 from courtside.losses.policy_gradient import (
     SampledTokenLoss,
+    gap_gate,
     group_advantage,
     policy_gradient,
     sampled_token_coefficients,
@@ -107,6 +108,16 @@ def test_a_divergence_as_an_advantage_teaches_nothing() -> None:
     close(expected(gradient_VV, student_logp_V), torch.zeros_like(student_V))
 
 
+def test_imitating_own_samples_teaches_nothing_on_average() -> None:
+    """Why it must be asked for: cross-entropy on samples of the student itself, A = 1."""
+    student_V, _, _ = three_policies()
+    ones_V = torch.ones_like(student_V)
+    loss = SampledTokenLoss(weight_N=ones_V, advantage_N=ones_V)
+    gradient_VV = gradients_by_token(lambda logp_V: loss.per_token(logp_V, None), student_V)
+    close(expected(gradient_VV, student_V.log_softmax(-1)), torch.zeros_like(student_V))
+    assert float(gradient_VV.abs().max()) > 0.1
+
+
 # ── advantages ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -119,6 +130,18 @@ def test_teacher_gap_by_hand() -> None:
     close(teacher_gap(teacher, sampler), torch.tensor([1.5], dtype=torch.float64))
     with pytest.raises(ValueError, match="reference_logp_T"):
         teacher_gap(teacher, sampler, lam=1.5)
+
+
+@pytest.mark.parametrize("direction", ["endorsed", "rejected"])
+def test_the_gate_of_the_gap_by_hand(direction: str) -> None:
+    teacher_T, sampler_T = torch.tensor(
+        [[-1.0, -3.0, -2.0], [-3.0, -1.0, -2.0]], dtype=torch.float64, requires_grad=True
+    )
+    gate_T = gap_gate(teacher_T, sampler_T, temperature=0.5, direction=direction)
+    assert not gate_T.requires_grad
+    high, low = 1 / (1 + math.exp(-4)), 1 / (1 + math.exp(4))
+    ends = [high, low] if direction == "endorsed" else [low, high]
+    close(gate_T, torch.tensor([*ends, 0.5], dtype=torch.float64))
 
 
 def test_pushing_unlikely_tokens_down_has_the_gradient_of_their_mass() -> None:
@@ -169,6 +192,44 @@ def test_the_baseline_keeps_the_expected_gradient_and_centres_the_advantage() ->
             lambda logp_V, a=centred_V: policy_gradient(logp_V, a), student_V
         )
         close(expected(gradient_VV, student_logp_V), kl_gradient(student_V, teacher_V))
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=6), st.booleans())
+def test_leave_one_out_compares_with_the_others(rewards: list[float], scale_by_std: bool) -> None:
+    rewards_N = torch.tensor([*rewards, 9.0, 8.0], dtype=torch.float64)
+    group_N = torch.tensor([0] * len(rewards) + [1, 1])
+    ours_N = group_advantage(
+        rewards_N, group_N, scale_by_std=scale_by_std, baseline="leave_one_out"
+    )
+    mean = math.fsum(rewards) / len(rewards)
+    spread = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
+    if len(set(rewards)) == 1 or spread < 1e-6:
+        return
+    for i, reward in enumerate(rewards):
+        other_rewards = rewards[:i] + rewards[i + 1 :]
+        expected_value = reward - math.fsum(other_rewards) / len(other_rewards)
+        expected_value /= spread if scale_by_std else 1.0
+        assert ours_N[i].item() == pytest.approx(expected_value, rel=1e-6, abs=1e-9)
+    assert ours_N[-2:].tolist() == ([2.0, -2.0] if scale_by_std else [1.0, -1.0])
+
+
+def test_leave_one_out_has_the_whole_gradient_of_the_reward_and_the_mean_a_part() -> None:
+    """By enumerating all groups of n samples of one token: (n − 1)/n with the group's mean."""
+    student_V, rewards_V = torch.randn(2, 3, dtype=torch.float64).unbind()
+    logits_V = student_V.clone().requires_grad_()
+    logp_V = logits_V.log_softmax(-1)
+    (exact_V,) = torch.autograd.grad(-(logp_V.exp() @ rewards_V), logits_V, retain_graph=True)
+    n = 3
+    for baseline, share in (("leave_one_out", 1.0), ("mean", (n - 1) / n)):
+        total_V = torch.zeros_like(student_V)
+        for group in torch.cartesian_prod(*[torch.arange(3)] * n):
+            advantage_N = group_advantage(
+                rewards_V[group], torch.zeros(n), scale_by_std=False, baseline=baseline
+            )
+            surrogate = policy_gradient(logp_V[group], advantage_N).mean()
+            (gradient_V,) = torch.autograd.grad(surrogate, logits_V, retain_graph=True)
+            total_V += logp_V[group].sum().exp().detach() * gradient_V
+        close(total_V, share * exact_V)
 
 
 @pytest.mark.parametrize("scale_by_std", [False, True])
@@ -271,9 +332,41 @@ def test_the_clipped_surrogate_against_the_textbook(seed: int) -> None:
         close(gradient_T[t].item(), 0.0 if stopped else -ratio * advantage)
 
 
+@given(st.integers(0, 2**20), st.sampled_from([1.1, 1.5, 3.0]))
+def test_the_dual_clip_against_the_textbook(seed: int, bound: float) -> None:
+    """Value and gradient: where A < 0 and r > c the loss is −c·A, and moves nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = 0.2, 0.3
+    student_T, drift_T, advantage_T = torch.randn(
+        3, 8, generator=generator, dtype=torch.float64
+    ).unbind()
+    sampler_T = (student_T + 0.8 * drift_T).requires_grad_()
+    student_T.requires_grad_()
+    advantage_T.requires_grad_()
+    loss_T = policy_gradient(
+        student_T, advantage_T, sampler_logp_T=sampler_T, clip=(low, high), dual_clip=bound
+    )
+    gradient_T, *unwanted = torch.autograd.grad(
+        loss_T.sum(), (student_T, sampler_T, advantage_T), allow_unused=True
+    )
+    assert unwanted == [None, None]
+    for t in range(8):
+        ratio = math.exp(student_T[t].item() - sampler_T[t].item())
+        advantage = advantage_T[t].item()
+        if advantage > 0:
+            value, slope = min(ratio, 1 + high), 0.0 if ratio > 1 + high else ratio
+        else:
+            value = min(max(ratio, 1 - low), bound)
+            slope = 0.0 if ratio < 1 - low or ratio > bound else ratio
+        close(loss_T[t].item(), -value * advantage)
+        close(gradient_T[t].item(), -slope * advantage)
+
+
 def test_ratio_options_that_would_be_ignored_are_refused() -> None:
     x = torch.zeros(1, dtype=torch.float64)
-    for options in ({"truncate": 2.0}, {"clip": (0.2, 0.2)}):
+    with pytest.raises(ValueError, match="give clip, too"):
+        policy_gradient(x, x, sampler_logp_T=x, dual_clip=2.0)
+    for options in ({"truncate": 2.0}, {"clip": (0.2, 0.2)}, {"dual_clip": 2.0}):
         with pytest.raises(ValueError, match="sampler_logp_T"):
             policy_gradient(x, x, **options)
     with pytest.raises(ValueError, match="exclude"):
@@ -295,20 +388,26 @@ def test_cross_entropy_of_a_text_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("options", "ratio"),
-    [({}, False), ({}, True), ({"truncate": 0.9}, True), ({"clip": (0.1, 0.2)}, True)],
+    [
+        ({}, False),
+        ({}, True),
+        ({"truncate": 0.9}, True),
+        ({"clip": (0.1, 0.2)}, True),
+        ({"clip": (0.1, 0.2), "dual_clip": 1.05}, True),
+    ],
 )
 @pytest.mark.parametrize("baseline", [False, True])
 def test_coefficients_are_the_gradient_of_all_losses_together(
     options: dict[str, Any], ratio: bool, baseline: bool
 ) -> None:
-    logp_N, sampler_N = (-torch.rand(9, dtype=torch.float64) - 1 for _ in range(2))
-    advantage_N, kl_N = torch.randn(9, dtype=torch.float64), torch.rand(9, dtype=torch.float64)
-    weight_N = torch.tensor([0.5, 0.0, 2.0] * 3, dtype=torch.float64)
+    logp_N, sampler_N = (-torch.rand(60, dtype=torch.float64) - 1 for _ in range(2))
+    advantage_N, kl_N = torch.randn(60, dtype=torch.float64), torch.rand(60, dtype=torch.float64)
+    weight_N = torch.tensor([0.5, 0.0, 2.0] * 20, dtype=torch.float64)
     loss = SampledTokenLoss(
         weight_N=weight_N, advantage_N=advantage_N, sampler_logp_N=sampler_N if ratio else None,
         baseline=baseline, **options,
     )  # fmt: skip
-    ones_N = torch.ones(9, dtype=torch.float64)
+    ones_N = torch.ones(60, dtype=torch.float64)
     other = SampledTokenLoss(weight_N=ones_N, advantage_N=ones_N)
     assert loss.needs_statistics == (ratio or baseline) and not other.needs_statistics
     ours_N = sampled_token_coefficients([loss, other], logp_N, kl_N)
@@ -318,7 +417,11 @@ def test_coefficients_are_the_gradient_of_all_losses_together(
     if "clip" in options:
         clipped_N = ratio_N.clamp(0.9, 1.2)
         moves_N = (ratio_N * centered_N <= clipped_N * centered_N).double()
-        assert 0 < float(moves_N.sum()) < 9, "a clip that acts on some"
+        assert 0 < float(moves_N.sum()) < 60, "a clip that acts on some"
+    if "dual_clip" in options:
+        is_bounded_N = (centered_N < 0) & (ratio_N > options["dual_clip"])
+        assert 0 < float((is_bounded_N & (weight_N > 0)).sum()) < 60, "a bound that acts on some"
+        moves_N = moves_N * ~is_bounded_N
     ratio_N = ratio_N.clamp(max=options.get("truncate", math.inf))
     close(ours_N, -weight_N * moves_N * ratio_N * centered_N - 1)
     rows = slice(3, 7)

@@ -41,6 +41,15 @@ MIXES: dict[str, list[tuple[dict[str, Any], list[float]]]] = {
     "sampled tokens only": [({"kind": "cross_entropy"}, LAST), (REWARD, ALL)],
     "importance ratios": [({**GAP, "truncate": 1.1}, ALL), (KL, FIRST)],
     "clipped": [({**GAP, "clip": (0.1, 0.1)}, ALL)],
+    "clip-higher, dual clip": [
+        ({**REWARD, "ratio": "importance", "clip": (0.1, 0.3), "dual_clip": 1.2}, ALL),
+        (KL, FIRST),
+    ],
+    "gated": [
+        ({**KL, "gate": {"temperature": 0.7}}, ALL),
+        ({**GAP, "gate": {"temperature": 2.0, "direction": "rejected"}}, FIRST),
+        ({"kind": "cross_entropy"}, LAST),
+    ],
     "unlikely tokens": [({**GAP, "advantage": "unlikely", "unlikely_below": 0.2}, ALL)],
     "baseline": [({**GAP, "baseline": True}, ALL)],
     "baseline on some": [({**GAP, "baseline": True}, FIRST), (REWARD | {"name": "b"}, LAST)],
@@ -161,6 +170,12 @@ def naive(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> d
     for term in terms:
         loss, weight_N = term.loss, batch.weight_CN[term.name]
         on_N = weight_N > 0
+        if getattr(loss, "gate", None) is not None:
+            sign = {"endorsed": 1, "rejected": -1}[loss.gate.direction]
+            gap_N = (batch.teacher_logp_N - batch.sampler_logp_N) / loss.gate.temperature
+            gate_N = 1 / (1 + (-sign * gap_N).exp())
+            weight_N = weight_N * gate_N
+            watched[f"{term.name}/gate"] = [gate_N[on_N]]
         ratio_N = (logp_N - batch.sampler_logp_N).exp()
         if loss.kind == "divergence":
             target_NV = ref_NV if loss.against == "reference" else q_NV
@@ -188,7 +203,13 @@ def naive(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> d
                 loss_N = -advantage_N * logp_N
             elif loss.clip is not None:
                 clipped_N = ratio_N.clamp(1 - loss.clip[0], 1 + loss.clip[1])
-                loss_N = -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+                surrogate_N = torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+                if loss.dual_clip is not None:
+                    bound_N = loss.dual_clip * advantage_N
+                    is_bounded_N = (advantage_N < 0) & (surrogate_N < bound_N)
+                    assert is_bounded_N.any(), "a bound that acts"
+                    surrogate_N = torch.where(is_bounded_N, bound_N, surrogate_N)
+                loss_N = -surrogate_N
             else:
                 ratio_N = ratio_N.detach().clamp(max=loss.truncate or math.inf)
                 loss_N = -ratio_N * advantage_N * logp_N
@@ -261,7 +282,7 @@ def test_the_same_as_one_whole_graph(losses: str, options: dict[str, float]) -> 
 
 def test_a_teacher_without_scores_at_some_positions() -> None:
     """Its log-prob is NaN there and its hidden states are anything; no loss is taken there."""
-    mix = [(KL, [1.0, 1.0, 0.0] + [1.0] * 8), ({"kind": "cross_entropy"}, ALL)]
+    mix = [({**KL, "gate": {}}, [1.0, 1.0, 0.0] + [1.0] * 8), ({"kind": "cross_entropy"}, ALL)]
     assert_close(run(mix, silent=True), naive(mix, silent=True), rtol=1e-7, atol=1e-10)
 
 

@@ -9,7 +9,6 @@ from support.float64 import double
 from torch import Tensor
 
 from courtside.runtime import Runtime
-from courtside.training.loss_terms import make_loss_terms
 from courtside.training.metrics import MetricAccumulator
 from courtside.types import Scored
 
@@ -22,7 +21,7 @@ def score_batch(parts: Runtime, num_tasks: int = 3, *, step: int = 0) -> list[Sc
 
 def accumulate(parts: Runtime, scored: list[Scored]) -> tuple[Gradients, MetricAccumulator]:
     """Gradients of the recipe's losses, and their metrics; the weights have none afterwards."""
-    terms = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
+    terms = parts.student.make_terms(scored)
     metrics = MetricAccumulator()
     parts.student.accumulate(0, scored, terms, metrics)
     return take_gradients(parts.student.weights.trained), metrics

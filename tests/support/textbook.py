@@ -91,6 +91,10 @@ def naive_policy_gradient(
                    if g.trajectory.task.id == s.trajectory.task.id]  # fmt: skip
         mean = sum(rewards) / len(rewards)
         advantage = s.trajectory.grade.score - mean
+        if loss.get("group_baseline") == "leave_one_out":
+            other_rewards = sum(rewards) - s.trajectory.grade.score
+            advantage = s.trajectory.grade.score - other_rewards / max(1, len(rewards) - 1)
+            advantage *= len(rewards) > 1
         if loss.get("scale_by_std"):
             advantage /= (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
         advantage_T = torch.full_like(mu_T, advantage)
@@ -107,7 +111,14 @@ def naive_policy_gradient(
         return -advantage_T * p_T
     if "clip" in loss:
         low, high = loss["clip"]
-        return -torch.min(ratio_T * advantage_T, ratio_T.clamp(1 - low, 1 + high) * advantage_T)
+        surrogate_T = torch.min(
+            ratio_T * advantage_T, ratio_T.clamp(1 - low, 1 + high) * advantage_T
+        )
+        if "dual_clip" in loss:
+            bound_T = loss["dual_clip"] * advantage_T
+            is_bounded_T = (advantage_T < 0) & (surrogate_T < bound_T)
+            surrogate_T = torch.where(is_bounded_T, bound_T, surrogate_T)
+        return -surrogate_T
     if "truncate" in loss:
         return -ratio_T.detach().clamp(max=loss["truncate"]) * advantage_T * p_T
     return -ratio_T * advantage_T
@@ -125,6 +136,8 @@ def naive_loss(
     for loss in losses:
         on = loss.get("on", "all")
         group = [s for s in scored if on in ("all", s.trajectory.source)]
+        if on == "chosen":
+            group = [s for s in scored if s.trajectory.preference == "better"]
         if loss["kind"] in ("divergence", "policy_gradient") and loss.get("advantage") != "reward":
             group = [s for s in group if s.target is not None]
         if loss["kind"] == "preference":
@@ -135,7 +148,10 @@ def naive_loss(
                          - logp_of(ref, s.trajectory)[1].sum().detach()
                          for s in (better, worse)]  # fmt: skip
                 margins.append(gains[0] - gains[1])
-            mean = -logsigmoid(loss["beta"] * torch.stack(margins)).mean()
+            if loss.get("form") == "ipo":
+                mean = ((torch.stack(margins) - 1 / (2 * loss["beta"])) ** 2).mean()
+            else:
+                mean = -logsigmoid(loss["beta"] * torch.stack(margins)).mean()
         else:
             terms = []
             for s in group:
@@ -153,7 +169,48 @@ def naive_loss(
                     terms.append(naive_divergence(p_TV, logps["q_TV"], loss, logps["ref_TV"]))
                 else:
                     terms.append(naive_policy_gradient(loss, s, group, logps))
-            mean = torch.cat(terms).mean()
+            mean = naive_mean(loss, group, terms)
         values[loss.get("name", loss["kind"])] = float(mean.detach())
         total = total + loss.get("weight", 1.0) * mean
     return total, values
+
+
+def naive_mean(loss: dict[str, Any], group: list[Scored], terms: list[Tensor]) -> Tensor:
+    """Of the tokens' losses of each trajectory, as `normalize` says."""
+    if "gate" in loss:
+        gates = [naive_gate(loss["gate"], s) for s in group]
+        terms = [gate_T * term_T for gate_T, term_T in zip(gates, terms, strict=True)]
+    if "route_weights" in loss:
+        routes = {}
+        for s, term_T in zip(group, terms, strict=True):
+            members, parts = routes.setdefault(s.target.teacher.partition(":")[0], ([], []))
+            members.append(s)
+            parts.append(term_T)
+        plain = {k: v for k, v in loss.items() if k != "route_weights"}
+        weights = loss["route_weights"]
+        total = sum(1.0 if weights == "equal" else weights[route] for route in routes)
+        return sum(
+            (1.0 if weights == "equal" else weights[route]) / total * naive_mean(plain, *columns)
+            for route, columns in routes.items()
+        )
+    normalize = loss.get("normalize", "token")
+    if normalize == "token":
+        return torch.cat(terms).mean()
+    if normalize == "sequence":
+        return torch.stack([term_T.mean() for term_T in terms]).mean()
+    if normalize == "constant":
+        return torch.cat(terms).sum() / (loss["normalize_tokens"] * len(terms))
+    turns = [
+        term_T[torch.tensor(s.trajectory.turn_of) == turn].mean()
+        for s, term_T in zip(group, terms, strict=True)
+        for turn in sorted(set(s.trajectory.turn_of))
+    ]
+    return torch.stack(turns).mean()
+
+
+def naive_gate(gate: dict[str, Any], s: Scored) -> Tensor:
+    assert s.target is not None and s.trajectory.sampler_logp is not None
+    mu_T = torch.tensor(s.trajectory.sampler_logp, dtype=torch.float64)
+    sign = -1 if gate.get("direction") == "rejected" else 1
+    gap_T = s.target.logp_T.double() - mu_T
+    return 1 / (1 + (-sign * gap_T / gate.get("temperature", 1.0)).exp())

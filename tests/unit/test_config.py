@@ -306,6 +306,54 @@ def test_a_long_value_is_shortened() -> None:
             "penalized_events belongs to turn_penalty",
             "set that, too",
         ),
+        (
+            loss("cross_entropy", self_imitation=True),
+            "losses[0]",
+            "self_imitation is of the student's own samples",
+            "set on = 'student'",
+        ),
+        (
+            loss("policy_gradient", advantage="reward", gate={}),
+            "losses[0]",
+            "gate is by the teacher's gap",
+            "use advantage = 'teacher_gap' with it",
+        ),
+        (
+            loss(against="reference", gate={}),
+            "losses[0]",
+            "gate is by the teacher's gap",
+            "use against = 'teacher' with it",
+        ),
+        (
+            loss("policy_gradient", dual_clip=3.0),
+            "losses[0]",
+            "dual_clip bounds the clipped surrogate",
+            "set clip, too",
+        ),
+        (
+            loss("policy_gradient", group_baseline="leave_one_out"),
+            "losses[0]",
+            "group_baseline and zero_variance_groups belong to",
+            "advantage = 'reward'",
+        ),
+        (
+            loss("policy_gradient", zero_variance_groups="drop"),
+            "losses[0]",
+            "group_baseline and zero_variance_groups belong to",
+            "advantage = 'reward'",
+        ),
+        (
+            loss(normalize="constant"),
+            "losses[0]",
+            "normalize = 'constant' and normalize_tokens belong together",
+            "e.g. rollout.max_new_tokens",
+        ),
+        (
+            loss(normalize="sequence", normalize_tokens=10),
+            "losses[0]",
+            "normalize = 'constant' and normalize_tokens belong together",
+            "e.g. rollout.max_new_tokens",
+        ),
     ],
 )  # fmt: skip
 def test_a_loss_that_cannot_work_is_refused_with_the_fix(
@@ -323,6 +371,26 @@ def test_a_loss_that_cannot_work_is_refused_with_the_fix(
 @pytest.mark.parametrize(
     ("changes", "place", "reason", "fix"),
     [
+        (
+            {**loss(gate={}), "rollout": {"student_fraction": 0.5}},
+            "losses[0] (divergence)",
+            "gate is defined on the student's own samples",
+            "set on = 'student'",
+        ),
+        (
+            loss(route_weights="equal"),
+            "losses[0] (divergence)",
+            "route_weights are of teacher.kind = 'routes'",
+            "remove them",
+        ),
+        (
+            {**loss(route_weights={"a": 1.0}),
+             "teacher": {"kind": "routes", "routes": {"a": {"kind": "model", "model": "q"},
+                                                      "b": {"kind": "model", "model": "r"}}}},
+            "losses[0] (divergence)",
+            "give one weight to each of the routes",
+            "['a', 'b']",
+        ),
         ({"losses": [DIVERGENCE, DIVERGENCE]}, "losses", "same name", "give each its own `name`"),
         (
             {"rollout": {"off_policy_source": "teacher"}},

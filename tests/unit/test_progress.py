@@ -19,6 +19,7 @@ from courtside.errors import ModelError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.report.console import PlainConsole, RichConsole, RunConsole, format_progress
 from courtside.report.costs import CostMeter
+from courtside.report.folder.folder import RunFolder
 from courtside.run import Run
 
 
@@ -279,9 +280,11 @@ def test_scoring_and_updates_report_their_passes(
     assert update[0].total > 1
 
 
-@pytest.mark.parametrize("limits", [{}, {"turns": 2}])
+@pytest.mark.parametrize(
+    "limits", [{}, {"turns": 2}, {"turns": {"start": 2, "end": 3, "steps": 4}}]
+)
 def test_episodes_report_episodes(
-    roomy_folder: Path, tmp_path: Path, limits: dict[str, int]
+    roomy_folder: Path, tmp_path: Path, limits: dict[str, Any]
 ) -> None:
     console = Recorder()
     recipe = small_recipe(
@@ -296,6 +299,8 @@ def test_episodes_report_episodes(
     for reports in phases(console, "evaluate", "episodes"):
         assert (reports[-1].finished, reports[-1].total, reports[-1].unit) == (3, 3, "episodes")
         assert reports[-1].fraction == 1.0 and reports[-1].num_tokens > 0
+    (row,) = RunFolder.read(tmp_path / "run").metrics()
+    assert row.get("turn_limit") == (2 if limits else None)
     (rollout,) = phases(console, "rollout", "episodes")
     assert (rollout[-1].finished, rollout[-1].total) == (4, 4)
     # With a limit the share is known from the first turn on; without, from the first that ends.

@@ -9,9 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+GroupBaseline = Literal["mean", "leave_one_out"]
+GateDirection = Literal["endorsed", "rejected"]
 
 
 def teacher_gap(
@@ -44,6 +48,23 @@ def teacher_gap(
     return advantage_T.detach()
 
 
+def gap_gate(
+    teacher_logp_T: Tensor,
+    sampler_logp_T: Tensor,
+    *,
+    temperature: float,
+    direction: GateDirection,
+) -> Tensor:
+    """σ(±(log q − log μ) / temperature) of each sampled token, detached: a weight in (0, 1).
+
+    "endorsed" weighs tokens up that the teacher finds likelier than the sampler did; "rejected"
+    those that it finds less likely.
+    """
+    gap_T = (teacher_logp_T - sampler_logp_T).detach()
+    sign = 1.0 if direction == "endorsed" else -1.0
+    return (sign * gap_T / temperature).sigmoid()
+
+
 def unlikely_advantage(sampler_logp_T: Tensor, *, below: float) -> Tensor:
     """A = −1 where the sampler's probability of the token is less than `below`, else 0.
 
@@ -60,6 +81,7 @@ def policy_gradient(
     sampler_logp_T: Tensor | None = None,
     truncate: float | None = None,
     clip: tuple[float, float] | None = None,
+    dual_clip: float | None = None,
 ) -> Tensor:
     """Surrogate per token; only its gradient means something, its value is not a KL or a reward.
 
@@ -68,20 +90,32 @@ def policy_gradient(
     - `truncate` = c: −sg[min(r, c)]·A·log π. A truncated token weighs less and still has gradient,
       which clamping r inside −r·A would take away;
     - `clip` = (low, high): −min(r·A, clamp(r, 1 − low, 1 + high)·A), whose gradient does stop once
-      the ratio has moved that far in the advantage's direction.
+      the ratio has moved that far in the advantage's direction. high > low ("clip-higher") gives
+      unlikely tokens more way up;
+    - `dual_clip` = c > 1, with `clip`: where A < 0 the surrogate above is bounded, −max(…, c·A). A
+      token that became c times as likely although A < 0 would weigh r·A without a limit; beyond c
+      it has the value −c·A and no gradient.
     """
     advantage_T = advantage_T.detach()
     if sampler_logp_T is None:
-        if truncate is not None or clip is not None:
-            raise ValueError("truncate and clip act on the ratio π/μ: give sampler_logp_T")
+        if truncate is not None or clip is not None or dual_clip is not None:
+            raise ValueError(
+                "truncate, clip and dual_clip act on the ratio π/μ: give sampler_logp_T"
+            )
         return -advantage_T * student_logp_T
     if truncate is not None and clip is not None:
         raise ValueError("truncate and clip exclude each other: give one of them")
+    if dual_clip is not None and clip is None:
+        raise ValueError("dual_clip bounds the clipped surrogate: give clip, too")
     ratio_T = (student_logp_T - sampler_logp_T.detach()).exp()
     if clip is not None:
         low, high = clip
         clipped_T = ratio_T.clamp(1 - low, 1 + high)
-        return -torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
+        surrogate_T = torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
+        if dual_clip is not None:
+            bounded_T = torch.maximum(surrogate_T, dual_clip * advantage_T)
+            surrogate_T = torch.where(advantage_T < 0, bounded_T, surrogate_T)
+        return -surrogate_T
     limit = math.inf if truncate is None else truncate
     return -ratio_T.detach().clamp(max=limit) * advantage_T * student_logp_T
 
@@ -100,6 +134,7 @@ class SampledTokenLoss:
     """None: no importance ratio."""
     truncate: float | None = None
     clip: tuple[float, float] | None = None
+    dual_clip: float | None = None
     baseline: bool = False
     """Whether −KL(π‖q) at the position is subtracted from the advantage."""
 
@@ -132,7 +167,7 @@ class SampledTokenLoss:
         sampler_logp_N = None if self.sampler_logp_N is None else mask(self.sampler_logp_N)
         return policy_gradient(
             mask(student_logp_N), advantage_N, sampler_logp_T=sampler_logp_N,
-            truncate=self.truncate, clip=self.clip,
+            truncate=self.truncate, clip=self.clip, dual_clip=self.dual_clip,
         )  # fmt: skip
 
 
@@ -148,8 +183,19 @@ def sampled_token_coefficients(
     return coefficient_N
 
 
-def group_advantage(rewards_N: Tensor, group_N: Tensor, *, scale_by_std: bool) -> Tensor:
-    """Each reward minus the mean of its group, detached; equal `group_N` means the same prompt.
+def group_advantage(
+    rewards_N: Tensor,
+    group_N: Tensor,
+    *,
+    scale_by_std: bool,
+    baseline: GroupBaseline = "mean",
+) -> Tensor:
+    """Each reward minus a baseline of its group, detached; equal `group_N` means the same prompt.
+
+    - "mean": of all n rewards of the group, its own included. That shrinks the expected gradient to
+      (n − 1)/n of the reward's;
+    - "leave_one_out": of the n − 1 others, r_i − Σ_{j≠i} r_j/(n − 1) = n/(n − 1)·(r_i − mean). No
+      bias, so groups of different sizes weigh the same.
 
     `scale_by_std` divides by the group's (population) standard deviation. A group of one, or of
     equal rewards, does not tell which sample was better: exactly 0 either way.
@@ -165,5 +211,7 @@ def group_advantage(rewards_N: Tensor, group_N: Tensor, *, scale_by_std: bool) -
             continue
         centered_M = rewards_M - rewards_M.mean()
         spread = centered_M.square().mean().sqrt() if scale_by_std else 1.0
+        if baseline == "leave_one_out":
+            centered_M = centered_M * (len(rewards_M) / (len(rewards_M) - 1))
         advantage_N[in_group_N] = centered_M / spread
     return advantage_N

@@ -52,15 +52,47 @@ class EntropyAware(Section):
     weight: PositiveFloat = 1.0
 
 
+class GapGate(Section):
+    """A weight for each token by the teacher's gap: σ(±(log q − log μ) / temperature), at most 1,
+    without gradient, and ½ where teacher and sampler agree."""
+
+    kind: Literal["sigmoid"] = "sigmoid"
+    temperature: PositiveFloat = 1.0
+    """In nats: the smaller, the more it is a switch."""
+    direction: Literal["endorsed", "rejected"] = "endorsed"
+    """endorsed: tokens that the teacher finds likelier than the student count more, rejected ones
+    less. rejected: the other way around."""
+
+
 class LossBase(Section):
     weight: PositiveFloat = 1.0
-    on: Literal["student", "dataset", "teacher", "all", "hinted_turns", "unhinted_turns"] = "all"
-    """Trajectories of which source it applies to; or only turns with a hint, or only those
-    without."""
-    normalize: Literal["token", "turn"] = "token"
-    """token: every trained token counts the same. turn: every turn does, however long it is."""
+    on: Literal[
+        "student", "dataset", "teacher", "all", "chosen", "hinted_turns", "unhinted_turns"
+    ] = "all"
+    """Trajectories of which source it applies to; the better ones of preference pairs (`chosen`);
+    or only turns with a hint, or only those without."""
+    normalize: Literal["token", "turn", "sequence", "constant"] = "token"
+    """What the loss is averaged over, in a step. token: every trained token counts the same. turn:
+    every turn does, however long it is. sequence: every trajectory does. constant: the sum is
+    divided by normalize_tokens for each trajectory, so a token weighs the same in every step."""
+    normalize_tokens: PositiveInt | None = None
+    """With normalize = 'constant', which needs it: tokens that a trajectory counts for, e.g.
+    rollout.max_new_tokens."""
+    route_weights: Literal["equal"] | Mapping[str, PositiveFloat] | None = None
+    """With teacher.kind = 'routes': the tasks of each route are averaged on their own, and their
+    means with these weights (the same for all, or a table by route), over the routes that a step
+    has. Unset: one mean over all, in which a route counts by its tokens."""
     name: str | None = None
     """Its name in the metrics. Unset: its kind."""
+
+    @model_validator(mode="after")
+    def _check_constant(self) -> LossBase:
+        if (self.normalize == "constant") != (self.normalize_tokens is not None):
+            raise ValueError(
+                "normalize = 'constant' and normalize_tokens belong together: the tokens that each "
+                "trajectory counts for, e.g. rollout.max_new_tokens"
+            )
+        return self
 
 
 class DivergenceLoss(LossBase):
@@ -82,6 +114,8 @@ class DivergenceLoss(LossBase):
     entropy_aware: EntropyAware | None = None
     extrapolate: PositiveFloat = 1.0
     """λ: the target is q^λ · ref^(1−λ), normalized; above 1 it extrapolates beyond the teacher."""
+    gate: GapGate | None = None
+    """Weigh the student's sampled tokens by the teacher's gap. Unset: all count the same."""
 
     @model_validator(mode="after")
     def _parameters_belong(self) -> DivergenceLoss:
@@ -90,6 +124,8 @@ class DivergenceLoss(LossBase):
                 "extrapolate goes from the reference through the teacher; use against "
                 "= 'teacher' with it"
             )
+        if self.against == "reference" and self.gate is not None:
+            raise ValueError("gate is by the teacher's gap; use against = 'teacher' with it")
         for name, value in (("beta", self.beta), ("alpha", self.alpha)):
             if value is not None and name in self.parameters:
                 raise ValueError(f"{name} is set twice; remove it from `parameters`")
@@ -122,19 +158,32 @@ class PolicyGradientLoss(LossBase):
     truncate: PositiveFloat | None = None
     """Largest importance ratio. Unset: no limit."""
     clip: tuple[PositiveFloat, PositiveFloat] | None = None
-    """(low, high): the clipped surrogate, which stops at ratios 1 − low and 1 + high."""
+    """(low, high): the clipped surrogate, which stops at ratios 1 − low and 1 + high. high > low is
+    clip-higher."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """c, with clip: where the advantage A is negative, the surrogate is bounded by c·A. Unset: not
+    bounded."""
     baseline: bool = False
     """Subtract −KL(π‖q) at each position (detached): the same expected gradient, with smaller
     advantages; less variance where the student's entropy is high."""
     extrapolate: PositiveFloat = 1.0
     """λ of log q^λ·ref^(1−λ) in place of log q."""
+    group_baseline: Literal["mean", "leave_one_out"] = "mean"
+    """With advantage = 'reward': what a reward is compared with. mean: that of all samples of the
+    prompt. leave_one_out: the mean of the others."""
     scale_by_std: bool = False
     """Divide group-relative rewards by their standard deviation."""
+    zero_variance_groups: Literal["count", "drop"] = "count"
+    """With advantage = 'reward': prompts whose samples have equal rewards, which train nothing.
+    count: the mean is also over their tokens. drop: it is over the other prompts' only, and no
+    forward pass is spent on them."""
     turn_penalty: NonNegativeFloat = 0.0
     """With advantage = 'reward', in an environment: the penalty of a turn with an error, relative
     to the mean of its group's turns, in addition to the episode's reward."""
     penalized_events: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """With turn_penalty: the kinds of events that count as an error. Unset: all."""
+    gate: GapGate | None = None
+    """With advantage = 'teacher_gap': weigh tokens by that gap. Unset: all count the same."""
     unlikely_below: Annotated[float, Field(gt=0, lt=1)] | None = None
     """With advantage = 'unlikely', which needs it: the sampler's probability below which a token
     is pushed down, e.g. 0.1."""
@@ -156,8 +205,16 @@ class PolicyGradientLoss(LossBase):
     def _combinations(self) -> PolicyGradientLoss:
         if self.advantage != "teacher_gap" and (self.baseline or self.extrapolate != 1.0):
             raise ValueError("baseline and extrapolate belong to advantage = 'teacher_gap'")
+        if self.advantage != "teacher_gap" and self.gate is not None:
+            raise ValueError("gate is by the teacher's gap; use advantage = 'teacher_gap' with it")
         if self.advantage != "reward" and (self.scale_by_std or self.turn_penalty):
             raise ValueError("scale_by_std and turn_penalty belong to advantage = 'reward'")
+        if self.advantage != "reward" and (
+            self.group_baseline != "mean" or self.zero_variance_groups != "count"
+        ):
+            raise ValueError(
+                "group_baseline and zero_variance_groups belong to advantage = 'reward'"
+            )
         if (self.advantage == "unlikely") != (self.unlikely_below is not None):
             raise ValueError(
                 "advantage = 'unlikely' and unlikely_below belong together: the probability below "
@@ -169,17 +226,34 @@ class PolicyGradientLoss(LossBase):
             raise ValueError("truncate and clip act on the ratio; use ratio = 'importance'")
         if self.truncate is not None and self.clip is not None:
             raise ValueError("truncate and clip exclude each other: choose one")
+        if self.dual_clip is not None and self.clip is None:
+            raise ValueError("dual_clip bounds the clipped surrogate; set clip, too")
         return self
 
 
 class CrossEntropyLoss(LossBase):
     kind: Literal["cross_entropy"]
+    self_imitation: bool = False
+    """With on = 'student': train on the student's own samples, as a control. The expected gradient
+    is zero; what is left is noise that narrows the student down."""
+
+    @model_validator(mode="after")
+    def _check_source(self) -> CrossEntropyLoss:
+        if self.self_imitation and self.on != "student":
+            raise ValueError(
+                f"self_imitation is of the student's own samples, and on = {self.on!r}; set on = "
+                "'student', or remove it"
+            )
+        return self
 
 
 class PreferenceLoss(LossBase):
     kind: Literal["preference"]
     beta: PositiveFloat = 0.1
-    """Strength of DPO's pull towards the reference."""
+    """Strength of the pull towards the reference."""
+    form: Literal["sigmoid", "ipo"] = "sigmoid"
+    """sigmoid: DPO, −log σ(β·margin). ipo: (margin − 1/(2β))², which does not push pairs that are
+    won already any further. The margin is summed over tokens."""
 
     @model_validator(mode="after")
     def _check_normalize(self) -> PreferenceLoss:
@@ -187,6 +261,8 @@ class PreferenceLoss(LossBase):
             raise ValueError(
                 f"normalize = {self.normalize!r}: preferences are averaged over pairs; remove it"
             )
+        if self.route_weights is not None:
+            raise ValueError("route_weights: preferences are averaged over pairs; remove it")
         return self
 
 

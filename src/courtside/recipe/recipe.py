@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from courtside.recipe.base import Section
+from courtside.recipe.drafts import DraftConfig
 from courtside.recipe.evaluate import EvaluateConfig
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, ReaderConfig
+from courtside.recipe.rewards import Reward
 from courtside.recipe.rollout import RolloutConfig
 from courtside.recipe.run import RunConfig
 from courtside.recipe.student import StudentConfig
-from courtside.recipe.tasks import TasksConfig
+from courtside.recipe.takeover import TakeoverConfig
+from courtside.recipe.tasks import TasksConfig, override_tasks
 from courtside.recipe.teacher import (
     CustomTeacherConfig,
     ModelTeacherConfig,
     RoutedTeacherConfig,
     SelfTeacherConfig,
     TeacherConfig,
+    choose_route,
 )
 from courtside.recipe.train import TrainConfig
 from courtside.types import Split
@@ -33,9 +38,13 @@ class Recipe(Section):
     student: StudentConfig
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
+    drafts: tuple[DraftConfig, ...] = ()
+    """Corrections of what the student sampled, in their order."""
     reader: ReaderConfig | None = None
     hints: HintsConfig = HintsConfig()
     teacher: TeacherConfig | None = None
+    rewards: tuple[Reward, ...] = ()
+    takeover: TakeoverConfig | None = None
     losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -72,10 +81,13 @@ class Recipe(Section):
         self, num_steps: int, *, is_last: bool
     ) -> list[tuple[tuple[str, ...], Split]]:
         """Policies and tasks that are evaluated after so many steps: test tasks before and after
-        training, validation tasks in between. Those that come together run together."""
+        training, validation tasks in between; with `tasks.limit` also the prompts that train. Those
+        that come together run together."""
         config, due = self.evaluate, list[tuple[tuple[str, ...], Split]]()
-        if num_steps == 0 or is_last:
+        if is_last or (num_steps == 0 and config.before):
             due.append((("student", *(f"student:{suite}" for suite in config.suites)), "test"))
+        if due and self.tasks.limit is not None and not self.tasks.is_recorded:
+            due.append((("student",), "train"))  # beside the held-out ones: is it memorized?
         if num_steps == 0 and config.teacher and self.teacher is not None:
             due.append((("teacher",), "test"))
         # A budget ends a run at any step; its last one is part of the curve, too.
@@ -83,6 +95,10 @@ class Recipe(Section):
         if config.every and (num_steps % config.every == 0 or is_cut):
             due.append((("student",), "validation"))
         return due
+
+    def suite_tasks(self, name: str) -> TasksConfig:
+        """The [tasks] section of one of `evaluate.suites`."""
+        return override_tasks(self.tasks, self.evaluate.suites[name])
 
     @property
     def needs_reference(self) -> bool:
@@ -99,8 +115,28 @@ class Recipe(Section):
         """Whether some trajectories are the tasks' own `completion`."""
         return self.rollout.off_policy == "dataset"
 
+    @property
+    def makes_pairs(self) -> bool:
+        """Whether preference pairs are made from the student's samples."""
+        takes_over = self.takeover is not None and self.takeover.pair
+        return takes_over or any(config.makes_pairs for config in self.drafts)
+
+    @property
+    def teacher_adds_text(self) -> bool:
+        """Whether repairs or take-overs are added, whose source is the teacher."""
+        return self.takeover is not None or any(c.kind == "rewrite" for c in self.drafts)
+
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)
+
+    def route_of(self, tags: Sequence[str]) -> str | None:
+        """The route of a task with these tags; None: the teacher has no routes."""
+        if not isinstance(self.teacher, RoutedTeacherConfig):
+            return None
+        return choose_route(tags, self.teacher.routes, self.teacher.default)
+
+    def reward_names(self) -> tuple[str, ...]:
+        return tuple(reward.name or reward.kind for reward in self.rewards)
 
     @property
     def model_teachers(self) -> tuple[SelfTeacherConfig | ModelTeacherConfig, ...]:

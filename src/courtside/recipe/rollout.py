@@ -23,11 +23,23 @@ class Ramp(Section):
         return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
 
 
+class TurnRamp(Section):
+    """A curriculum of depth: linear from `start` to `end` turns over `steps`, then constant."""
+
+    start: PositiveInt
+    end: PositiveInt
+    steps: PositiveInt
+
+    def at(self, step: int) -> int:
+        return round(self.start + (self.end - self.start) * min(step / self.steps, 1.0))
+
+
 class LimitsConfig(Section):
     """Limits of one episode in an environment."""
 
-    turns: PositiveInt | None = None
-    """Assistant turns. Unset: until the environment is done."""
+    turns: PositiveInt | TurnRamp | None = None
+    """Assistant turns; a number, or a ramp { start, end, steps } over training steps. Evaluations
+    have the ramp's `end`. Unset: until the environment is done."""
     tokens: PositiveInt | None = None
     """Of the whole episode. Unset: the model's context."""
     seconds: PositiveFloat | None = None
@@ -42,6 +54,28 @@ class LimitsConfig(Section):
     before the run stops; at least 3 of them, or all. 1: never."""
     observation_chars: PositiveInt = 8000
     """Characters of one message of the environment; a longer one is truncated, visibly."""
+
+    def turns_at(self, step: int) -> int | None:
+        """Of the episodes of a training step."""
+        return self.turns.at(step) if isinstance(self.turns, TurnRamp) else self.turns
+
+    @property
+    def final_turns(self) -> int | None:
+        """Of evaluations, and of training after a ramp."""
+        return self.turns.end if isinstance(self.turns, TurnRamp) else self.turns
+
+
+class MixedSamplingConfig(Section):
+    """Student and teacher decode together; the teacher replaces tokens it finds too unlikely."""
+
+    top_k: PositiveInt = 20
+    """A token that the student proposes is replaced if it is not among so many likeliest tokens of
+    the teacher, by a draw from the teacher's distribution on these."""
+    fraction: Fraction | Ramp = 1.0
+    """Of the student's prompts in a batch: how many are answered so."""
+
+    def fraction_at(self, step: int) -> float:
+        return self.fraction.at(step) if isinstance(self.fraction, Ramp) else self.fraction
 
 
 class RolloutConfig(Section):
@@ -60,6 +94,8 @@ class RolloutConfig(Section):
     """λ: the fraction of each batch that the student samples. 1: on-policy; 0: off-policy."""
     off_policy_source: Literal["dataset", "teacher"] = "dataset"
     """Source of the others: the tasks' `completion`, or samples of the teacher."""
+    mixed_sampling: MixedSamplingConfig | None = None
+    """Replace the student's tokens that are outside the teacher's top-k while sampling."""
     kv_cache_tokens: PositiveInt | Literal["auto"] = "auto"
     """Memory budget: key/value positions held at once while sampling or scoring. auto: on a GPU by
     its size, half of what models and the optimizer leave of it; 65,536 on a CPU."""

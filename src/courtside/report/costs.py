@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
+from types import MappingProxyType
 
-from courtside.types import Evaluation, Scored, Trajectory, Update
+from courtside.types import Evaluation, Scored, TokenUsage, Trajectory, Update
 
 SLOWDOWN_FACTOR = 3
 """How much slower than the run's median a step must be to count as slow."""
@@ -110,8 +111,10 @@ class CostMeter:
         *,
         sizes: ModelSizes,
         is_recorded: bool,
+        draft_usage: Mapping[str, TokenUsage] = MappingProxyType({}),
     ) -> StepCost:
-        """`is_recorded`: the trajectories were not sampled in this step."""
+        """`is_recorded`: the trajectories were not sampled in this step. `draft_usage`: of the
+        draft stages, by model; an endpoint's model has an unknown size."""
         size = sizes.student
         num_student = num_teacher = 0
         # Summed by itself: the difference of two totals would depend on the steps before.
@@ -125,7 +128,9 @@ class CostMeter:
         for s in scored:
             length = len(s.trajectory.token_ids)
             teacher_size = sizes.teachers[s.target.teacher] if s.target else size
-            if s.trajectory.source != "dataset" and not is_recorded:
+            # The usage of draft stages and the outcomes of take-overs count theirs.
+            is_sampled = s.trajectory.correction not in ("rewrite", "takeover")
+            if is_sampled and s.trajectory.source != "dataset" and not is_recorded:
                 num_sampled = s.trajectory.num_completion_tokens
                 is_student = s.trajectory.source == "student"
                 writer_size = size if is_student else teacher_size
@@ -133,12 +138,23 @@ class CostMeter:
                 num_teacher += 0 if is_student else length
                 flops = forward_flops(writer_size, length)
                 add("rollout", length - num_sampled, num_sampled, flops)
+            if s.trajectory.num_replaced is not None and not is_recorded:
+                num_read = length + (s.target.num_context_tokens if s.target else 0)
+                num_teacher += num_read
+                add("rollout", num_read, 0, forward_flops(teacher_size, num_read))
             if s.target is not None or any(hint.shift is not None for hint in s.hints):
                 # The update's own pass is the trunk of deferred hints.
                 trunk = 0 if s.deferred else length
                 total = trunk + (s.target.num_context_tokens if s.target else 0)
                 add("teacher", total, 0, forward_flops(teacher_size, total))
                 num_teacher += total
+            if s.takeover is not None and s.takeover.teacher is not None:
+                # Also what did not train was sampled.
+                num_input = s.takeover.num_input_tokens
+                num_output = s.takeover.num_sampled_tokens
+                flops = forward_flops(sizes.teachers[s.takeover.teacher], num_input + num_output)
+                num_teacher += num_input + num_output
+                add("teacher", num_input, num_output, flops)
             if s.reference is not None:
                 num_teacher += length
                 add("teacher", length, 0, forward_flops(size, length))
@@ -152,6 +168,10 @@ class CostMeter:
         if num_input or num_output:
             flops = forward_flops(sizes.reader, num_input + num_output)
             add("reader", num_input, num_output, flops)
+        for name, usage in draft_usage.items():
+            flops = forward_flops(sizes.teachers.get(name, 0), sum(usage))
+            num_teacher += sum(usage)
+            add("drafts", usage.input_tokens, usage.output_tokens, flops)
         return StepCost(
             student_tokens=num_student,
             teacher_tokens=num_teacher,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from courtside.report.costs import StepCost
-from courtside.types import HintOutcome, Scored, Trajectory, Turn, Update
+from courtside.types import HintOutcome, Scored, TakeoverOutcome, Trajectory, Turn, Update
 
 Row = dict[str, Any]
 READER = "reader/"
+DRAFTS = "drafts/"
+LIMITS = ("length", "turns", "time")
+"""Stop reasons of what a limit ended."""
 
 
 def compute_metrics(
@@ -18,11 +22,14 @@ def compute_metrics(
     update: Update,
     seconds: Mapping[str, float],
     reader_counts: Mapping[str, int] | None = None,
+    draft_counts: Mapping[str, int] = MappingProxyType({}),
     *,
     cost: StepCost | None = None,
 ) -> Row:
     """`docs/metrics.md` describes each key; `reader_counts` is None without a reader."""
-    trajectories = [s.trajectory for s in scored]
+    # Repairs and take-overs are the teacher's, and counted under names of their own.
+    by_teacher = ("rewrite", "takeover")
+    trajectories = [s.trajectory for s in scored if s.trajectory.correction not in by_teacher]
     lengths = [trajectory.num_completion_tokens for trajectory in trajectories]
     grades = [trajectory.grade for trajectory in trajectories if trajectory.grade is not None]
     row: Row = {"step": update.step, "loss": update.loss}
@@ -32,6 +39,7 @@ def compute_metrics(
         row["reward/mean"] = sum(grade.score for grade in grades) / len(grades)
         row["reward/pass_rate"] = sum(grade.passed for grade in grades) / len(grades)
         row["reward/grader_errors"] = sum(grade.error is not None for grade in grades)
+    row |= reward_metrics(trajectories)
     if lengths:
         truncated = sum(trajectory.stop == "length" for trajectory in trajectories)
         row["length/mean"] = sum(lengths) / len(lengths)
@@ -47,6 +55,12 @@ def compute_metrics(
     if hints or reader_counts is not None:
         row |= hint_metrics(hints)
         row |= {f"{READER}{name}": count for name, count in (reader_counts or {}).items()}
+    row |= {f"{DRAFTS}{name}": count for name, count in draft_counts.items()}
+    mixed = [t for t in trajectories if t.num_replaced is not None]
+    if mixed:
+        num_tokens = sum(t.num_completion_tokens for t in mixed)
+        row["mixed_sampling/replaced"] = sum(t.num_replaced or 0 for t in mixed) / num_tokens
+    row |= takeover_metrics([s.takeover for s in scored if s.takeover is not None])
     row |= compute_costs(seconds, cost)
     if sum(seconds.values()) > 0:
         row["tokens_per_second"] = sum(lengths) / sum(seconds.values())
@@ -63,6 +77,25 @@ def compute_costs(seconds: Mapping[str, float], cost: StepCost | None) -> Row:
         row["cost/student_tokens"] = cost.student_tokens
         row["cost/teacher_tokens"] = cost.teacher_tokens
         row["cost/flops"] = cost.flops
+    return row
+
+
+def reward_metrics(trajectories: Sequence[Trajectory]) -> Row:
+    """Of each reward of the recipe, not weighted; empty where it has none."""
+    row: Row = {}
+    rewarded = [trajectory for trajectory in trajectories if trajectory.rewards]
+    for name in rewarded[0].rewards if rewarded else ():
+        groups: dict[str, set[float]] = {}
+        values = []
+        for trajectory in rewarded:
+            if (value := trajectory.rewards[name]) is not None:
+                values.append(value)
+                groups.setdefault(trajectory.task.id, set()).add(value)
+        if values:
+            num_varied = sum(len(distinct) > 1 for distinct in groups.values())
+            row[f"reward/{name}/mean"] = sum(values) / len(values)
+            row[f"reward/{name}/varied"] = num_varied / len(groups)
+        row[f"reward/{name}/errors"] = len(rewarded) - len(values)
     return row
 
 
@@ -99,6 +132,27 @@ def is_multi_turn(trajectory: Trajectory) -> bool:
     """Whether there are several assistant turns, or an environment's turn."""
     num_assistant = sum(turn.role == "assistant" for turn in trajectory.turns)
     return num_assistant > 1 or any(turn.role == "environment" for turn in trajectory.turns)
+
+
+def takeover_metrics(outcomes: Sequence[TakeoverOutcome]) -> Row:
+    """Selected drafts, how many the teacher finished and how many train, drops by reason; empty
+    where none was selected."""
+    if not outcomes:
+        return {}
+    played = [outcome for outcome in outcomes if outcome.num_sampled_tokens]
+    dropped = Counter(outcome.drop_reason for outcome in outcomes if outcome.drop_reason)
+    row: Row = {
+        "takeover/drafts": len(outcomes),
+        "takeover/played": len(played),
+        "takeover/trained": sum(outcome.drop_reason is None for outcome in outcomes),
+        "takeover/limited": sum(outcome.stop in LIMITS for outcome in played),
+        "takeover/sampled_tokens": sum(outcome.num_sampled_tokens for outcome in played),
+    }
+    row |= {f"takeover/dropped/{reason}": dropped[reason] for reason in sorted(dropped)}
+    grades = [outcome.grade for outcome in played if outcome.grade is not None]
+    if grades:
+        row["takeover/pass_rate"] = sum(grade.passed for grade in grades) / len(grades)
+    return row
 
 
 def hint_metrics(hints: Sequence[HintOutcome]) -> Row:

@@ -29,7 +29,9 @@ from courtside.rollout.single_turn import make_sampling
 from courtside.sanitize import truncate
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import (
+    Event,
     Grade,
+    Message,
     Observation,
     Sample,
     StopReason,
@@ -64,6 +66,11 @@ class EpisodeRollout:
         self._expected_turns: float | None = None
         """Of the episodes that finished last."""
 
+    def with_engine(self, engine: Engine) -> EpisodeRollout:
+        """The same episodes played by another model; they must fit both contexts."""
+        context_length = min(self.context_length, engine.context_length)
+        return replace(self, engine=engine, context_length=context_length)
+
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         return sorted(self.sample(dict(enumerate(tasks)), step), key=lambda t: t.id)
 
@@ -79,15 +86,25 @@ class EpisodeRollout:
             for index, task in tasks.items()
             for n in range(self.config.samples_per_prompt)
         ]
-        return self.run_episodes(requests, self.sampling, step)
+        turn_limit = self.limits.turns_at(step)
+        return self._run_episodes(requests, self.sampling, step, turn_limit)
 
     def run_episodes(
         self, requests: Sequence[EpisodeRequest], sampling: Sampling, policy_version: int
     ) -> list[Trajectory]:
-        """A trajectory for each request, in their order."""
+        """A trajectory for each request, in their order, with the limits of an evaluation."""
+        return self._run_episodes(requests, sampling, policy_version, self.limits.final_turns)
+
+    def _run_episodes(
+        self,
+        requests: Sequence[EpisodeRequest],
+        sampling: Sampling,
+        policy_version: int,
+        turn_limit: int | None,
+    ) -> list[Trajectory]:
         if not requests:
             return []
-        row_capacity = self._row_capacity(requests, sampling)
+        row_capacity = self._row_capacity(requests, sampling, turn_limit)
         num_rows = min(len(requests), max(1, self.engine.max_batch_tokens // row_capacity))
         session = self.engine.session(num_rows, row_capacity=row_capacity)
         waiting, free_rows = deque(enumerate(requests)), deque(range(num_rows))
@@ -104,7 +121,8 @@ class EpisodeRollout:
             running |= starting
             for state in running.values():
                 state.check_limits(
-                    self.limits,
+                    max_turns=turn_limit,
+                    max_seconds=self.limits.seconds,
                     max_new_tokens=sampling.max_new_tokens,
                     max_tokens=self.max_tokens,
                 )
@@ -118,7 +136,7 @@ class EpisodeRollout:
                 del running[row]
             if running and not (waiting and free_rows):
                 self._run_turn(session, running, sampling)
-                self._count(progress, finished.values(), running.values())
+                self._count(progress, finished.values(), running.values(), turn_limit)
         trajectories = [finished[index] for index in range(len(requests))]
         self.faults.check([trajectory.fault for trajectory in trajectories])
         return trajectories
@@ -180,23 +198,26 @@ class EpisodeRollout:
         progress: PhaseProgress,
         finished: Collection[Trajectory],
         running: Collection[EpisodeState],
+        turn_limit: int | None,
     ) -> None:
         """Episodes under way count by their turns, once it is known how many there may be."""
         progress.finished = len(finished) + sum(state.stop is not None for state in running)
         if finished:
             turns = [t.role == "assistant" for episode in finished for t in episode.turns]
             self._expected_turns = sum(turns) / len(finished)
-        if limit := self.limits.turns or self._expected_turns:
+        if limit := turn_limit or self._expected_turns:
             shares = [min(s.num_assistant_turns / limit, 1.0) for s in running if s.stop is None]
             progress.partial = sum(shares)
 
-    def _row_capacity(self, requests: Sequence[EpisodeRequest], sampling: Sampling) -> int:
+    def _row_capacity(
+        self, requests: Sequence[EpisodeRequest], sampling: Sampling, turn_limit: int | None
+    ) -> int:
         """Expected tokens of the longest episode, within the context length."""
         longest_prompt = max(
-            len(self.template.render_prompt(request.task.messages).token_ids)
+            len(request.prompt_ids or self.template.render_prompt(request.task.messages).token_ids)
             for request in requests
         )
-        turn_limits = [n for n in (self.limits.turns, self.max_turns) if n is not None]
+        turn_limits = [n for n in (turn_limit, self.max_turns) if n is not None]
         turns = min(turn_limits, default=EXPECTED_TURNS)
         # What the environment says after the last turn is not processed.
         expected = longest_prompt + turns * sampling.max_new_tokens
@@ -229,13 +250,15 @@ class EpisodeState:
     def make(
         cls, index: int, request: EpisodeRequest, template: IncrementalTemplate
     ) -> EpisodeState:
-        prompt = template.prompt_turn(request.task)
+        turns = list(request.turns) or [template.prompt_turn(request.task)]
+        ids = tuple(i for turn in turns for i in turn.token_ids)
+        pending_ids = ids if request.prompt_ids is None else request.prompt_ids
         return cls(
             index=index,
             request=request,
-            turns=[prompt],
-            pending_ids=prompt.token_ids,
-            num_tokens=len(prompt.token_ids),
+            turns=turns,
+            pending_ids=pending_ids,
+            num_tokens=max(len(ids), len(pending_ids)),
         )
 
     def describe_position(self) -> str:
@@ -252,15 +275,22 @@ class EpisodeState:
     def num_assistant_turns(self) -> int:
         return sum(turn.role == "assistant" for turn in self.turns)
 
-    def check_limits(self, limits: LimitsConfig, *, max_new_tokens: int, max_tokens: int) -> None:
+    def check_limits(
+        self,
+        *,
+        max_turns: int | None,
+        max_seconds: float | None,
+        max_new_tokens: int,
+        max_tokens: int,
+    ) -> None:
         """Sets `stop` where a limit leaves no further turn."""
         if self.stop is not None:
             return
-        if limits.turns is not None and self.num_assistant_turns >= limits.turns:
+        if max_turns is not None and self.num_assistant_turns >= max_turns:
             self.stop = "turns"
         elif self.num_tokens + max_new_tokens > max_tokens:
             self.stop = "length"
-        elif limits.seconds is not None and monotonic() - self.start_time > limits.seconds:
+        elif max_seconds is not None and monotonic() - self.start_time > max_seconds:
             self.stop = "time"
 
     def add_turn(
@@ -275,12 +305,9 @@ class EpisodeState:
         if observation.done:
             self.stop = "done"
             return
-        messages = tuple(
-            replace(message, content=_cut(message.content, limits.observation_chars))
-            for message in observation.messages
-        )
         answer = template.environment_turn(
-            messages, add_end_of_turn=not template.is_ended(sample.token_ids)
+            cut_messages(observation, limits),
+            add_end_of_turn=not template.is_ended(sample.token_ids),
         )
         self._append(answer)
         self.pending_ids = sample.token_ids[-1:] + answer.token_ids
@@ -319,6 +346,14 @@ class EpisodeState:
         self.num_tokens += len(turn.token_ids)
 
 
+def cut_messages(observation: Observation, limits: LimitsConfig) -> tuple[Message, ...]:
+    """The environment's messages as the student gets them."""
+    return tuple(
+        replace(message, content=_cut(message.content, limits.observation_chars))
+        for message in observation.messages
+    )
+
+
 def _cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
@@ -331,14 +366,31 @@ def reply_passes(
     turn: int,
     reply: str,
 ) -> bool:
-    """Whether `reply`, in place of that turn, causes no event. The episode is replayed up to that
-    turn: it follows from its task and the student's replies."""
-    earlier_replies = [t.text for t in trajectory.turns[:turn] if t.role == "assistant"]
-
+    """Whether `reply`, in place of that turn, causes no event."""
     try:
-        episode = start(trajectory.task)
-        for text in earlier_replies:
-            episode.step(text)
-        return not episode.step(reply).events
+        return not _replay(start, trajectory, turn, reply)[1].events
     except EnvironmentFault:
         return False
+
+
+def replay_with_reply(
+    start: Callable[[Task], Episode], trajectory: Trajectory, turn: int, reply: str
+) -> tuple[tuple[Event, ...], Grade | None]:
+    """Events of `reply` in place of that turn, and the grade where it was the episode's last; a
+    fault of the environment is an event."""
+    is_last = not any(t.role == "assistant" for t in trajectory.turns[turn + 1 :])
+    try:
+        episode, observation = _replay(start, trajectory, turn, reply)
+        return observation.events, episode.grade() if is_last else None
+    except EnvironmentFault as fault:
+        return (Event(kind="environment_fault", details={"message": str(fault)}),), None
+
+
+def _replay(
+    start: Callable[[Task], Episode], trajectory: Trajectory, turn: int, reply: str
+) -> tuple[Episode, Observation]:
+    """The episode follows from its task and the student's replies up to that turn."""
+    episode = start(trajectory.task)
+    for text in [t.text for t in trajectory.turns[:turn] if t.role == "assistant"]:
+        episode.step(text)
+    return episode, episode.step(reply)

@@ -44,7 +44,7 @@ def load_grader(path: str) -> Callable[..., Any]:
             "your own"
         ) from None
     if "completions" in signature.parameters:
-        return _adapt_reward(function, signature)
+        return adapt_trl_reward(function, signature)
     try:
         signature.bind("response", None)
     except TypeError as problem:
@@ -56,7 +56,9 @@ def load_grader(path: str) -> Callable[..., Any]:
     return function
 
 
-def _adapt_reward(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+def adapt_trl_reward(
+    function: Callable[..., Any], signature: inspect.Signature
+) -> Callable[..., Any]:
     """A reward function of TRL, called with one conversation at a time."""
     parameters = signature.parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

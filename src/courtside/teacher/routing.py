@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from courtside.engines.base import Sampling
+from courtside.engines.base import PromptSize, Sampling
 from courtside.errors import TaskError
+from courtside.recipe.teacher import choose_route
 from courtside.teacher.teacher import Teacher
 from courtside.types import Hint, Sample, Scored, Target, Task, Trajectory
 
@@ -42,8 +43,15 @@ class RoutedTeachers:
             samples |= zip(indices, answers, strict=True)
         return [samples[i] for i in range(len(tasks))]
 
+    def measure_prompt(self, task: Task) -> PromptSize:
+        return self.choose(task).measure_prompt(task)
+
+    def choose(self, task: Task) -> Teacher:
+        """The teacher of a task."""
+        return self.routes[self.route(task)]
+
     def route(self, task: Task) -> str:
-        tag = next((tag for tag in task.tags if tag in self.routes), self.default)
+        tag = choose_route(task.tags, self.routes, self.default)
         if tag is None:
             raise TaskError(
                 f"task {task.id}: none of its tags {list(task.tags)} has a route "

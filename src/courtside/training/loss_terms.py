@@ -7,17 +7,16 @@ denominators and group-relative advantages must not depend on the split.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import torch
-
-from courtside.errors import RecipeError, TaskError
+from courtside.errors import RecipeError
 from courtside.losses.fused.types import DivergenceSpec, Support
-from courtside.losses.policy_gradient import group_advantage
-from courtside.recipe.losses import DivergenceLoss, Loss, PolicyGradientLoss
-from courtside.types import Scored, Trajectory
+from courtside.recipe.losses import DivergenceLoss, Loss
+from courtside.recipe.rewards import Reward
+from courtside.training.advantages import RewardAdvantages, compute_advantages
+from courtside.types import Scored
 
 TrainedTokens = Mapping[str, tuple[bool, ...]]
 """By trajectory id: which of its completion tokens train."""
@@ -33,11 +32,13 @@ class LossTerm:
     """By trajectory id: weight of each completion token in this loss's mean, 0 where it does not
     train. Trajectories without trained tokens are left out."""
     denominator: int
-    """Trained tokens over the whole step and those of harmful hints, or turns; for preferences,
-    pairs."""
+    """Of the whole step, as `loss.normalize` says: trained tokens, those of harmful hints included,
+    turns, trajectories, or a constant for each trajectory; for preferences, pairs."""
     advantage: Mapping[str, tuple[float, ...]]
     """By trajectory id, per completion token: the advantage from rewards, or a preference's
     coefficient, which `Student` computes."""
+    rewards: RewardAdvantages | None = None
+    """Of a loss with advantage = 'reward'."""
 
     def __post_init__(self) -> None:
         if self.num_tokens:
@@ -83,22 +84,32 @@ def check_divergences(losses: Sequence[Loss]) -> None:
 
 
 def make_loss_terms(
-    losses: Sequence[Loss], names: Sequence[str], scored: Sequence[Scored]
+    losses: Sequence[Loss],
+    names: Sequence[str],
+    scored: Sequence[Scored],
+    *,
+    rewards: Mapping[str, Reward] | None = None,
+    route_of: Callable[[Sequence[str]], str | None] = lambda tags: None,
 ) -> list[LossTerm]:
+    """`rewards`: by name, what the reward is the sum of; None: it is the grade. `route_of`: from a
+    task's tags to the route of its teacher."""
     result = []
     for loss, name in zip(losses, names, strict=True):
         masks = {s.trajectory.id: mask for s in scored if any(mask := select_tokens(loss, s))}
         on = [s for s in scored if s.trajectory.id in masks]
-        weight = {id: tuple(map(float, mask)) for id, mask in masks.items()}
-        denominator = sum(sum(mask) for mask in masks.values())
-        if loss.normalize == "turn":
-            weight, denominator = _by_turn(on, masks)
+        compared = None
+        if loss.kind == "policy_gradient" and loss.advantage == "reward" and on:
+            compared = compute_advantages(loss, on, rewards or {})
+            if loss.zero_variance_groups == "drop":
+                on = [s for s in on if s.trajectory.id not in compared.zero_variance]
+        weight, denominator = weigh_routes(loss, on, masks, route_of)
         term = LossTerm(
             name=name,
             loss=loss,
             weight=weight,
             denominator=len(preference_pairs(on)) if loss.kind == "preference" else denominator,
-            advantage=_advantages(loss, on),
+            advantage=compared.by_token if compared is not None else {},
+            rewards=compared,
         )
         harmful = {s.trajectory.id: turns for s in on if (turns := s.harmful_turns)}
         result.append(drop_harmful_turns(term, on, harmful))
@@ -131,12 +142,20 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
     none, all_ = ((value,) * trajectory.num_completion_tokens for value in (False, True))
     if loss.kind == "preference":
         return all_ if trajectory.preference is not None else none
+    if trajectory.is_pair_copy or (loss.on == "chosen" and trajectory.preference != "better"):
+        return none  # a copy's tokens are those of trajectories that train elsewhere
     if loss.on in ("student", "teacher", "dataset") and loss.on != trajectory.source:
         return none
     if loss.kind == "cross_entropy" and trajectory.preference == "worse":
         return none
     if loss.kind == "policy_gradient" and trajectory.source == "dataset":
         return none  # not sampled, so it has no sampling probability
+    if (
+        loss.kind == "divergence"
+        and loss.gate is not None
+        and (trajectory.source != "student" or trajectory.sampler_logp is None)
+    ):
+        return none  # a gate compares the teacher with the student that sampled the token
     where = all_
     if loss.on in ("hinted_turns", "unhinted_turns"):
         hinted = {j.hint.turn for j in scored.hints if j.drop_reason in (None, "harmful")}
@@ -152,20 +171,60 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
     return where
 
 
-def _by_turn(
-    on: Sequence[Scored], masks: Mapping[str, tuple[bool, ...]]
+def weigh_routes(
+    loss: Loss,
+    on: Sequence[Scored],
+    masks: TrainedTokens,
+    route_of: Callable[[Sequence[str]], str | None],
 ) -> tuple[dict[str, tuple[float, ...]], int]:
-    """Every turn counts 1, spread over its trained tokens."""
-    weight, num_turns = {}, 0
+    """As `weigh_tokens`; with route weights, a weighted mean of the means of the step's routes."""
+    if loss.route_weights is None or not on:
+        return weigh_tokens(loss, on, masks)
+    routes: dict[str, list[Scored]] = {}
+    for s in on:
+        route = route_of(s.trajectory.task.tags)
+        assert route is not None, "the teacher has routed this task"
+        routes.setdefault(route, []).append(s)
+    factors = loss.route_weights
+    importance = {r: 1.0 if factors == "equal" else factors[r] for r in routes}
+    parts = {route: weigh_tokens(loss, members, masks) for route, members in routes.items()}
+    denominator = sum(size for _, size in parts.values())
+    weight: dict[str, tuple[float, ...]] = {}
+    for route, (weights, size) in parts.items():
+        # Over the common denominator this is the route's own mean times its share.
+        factor = importance[route] / sum(importance.values()) * denominator / size
+        weight |= {id: tuple(factor * w for w in row) for id, row in weights.items()}
+    return weight, denominator
+
+
+def weigh_tokens(
+    loss: Loss, on: Sequence[Scored], masks: TrainedTokens
+) -> tuple[dict[str, tuple[float, ...]], int]:
+    """(weights by trajectory id, denominator): Σ weight · loss / denominator over the whole step is
+    the mean that `loss.normalize` names."""
+    if loss.normalize in ("turn", "sequence"):
+        return _weigh_units(on, masks, by_turn=loss.normalize == "turn")
+    weight = {s.trajectory.id: tuple(map(float, masks[s.trajectory.id])) for s in on}
+    if loss.normalize == "constant":
+        assert loss.normalize_tokens is not None
+        return weight, loss.normalize_tokens * len(on)
+    return weight, sum(sum(masks[id]) for id in weight)
+
+
+def _weigh_units(
+    on: Sequence[Scored], masks: TrainedTokens, *, by_turn: bool
+) -> tuple[dict[str, tuple[float, ...]], int]:
+    """Every turn, or every trajectory, counts 1, spread over its trained tokens."""
+    weight, num_units = {}, 0
     for s in on:
         mask = masks[s.trajectory.id]
-        turns = s.trajectory.turn_of
-        sizes = Counter(turn for turn, trained in zip(turns, mask, strict=True) if trained)
+        units = s.trajectory.turn_of if by_turn else (0,) * len(mask)
+        sizes = Counter(unit for unit, trained in zip(units, mask, strict=True) if trained)
         weight[s.trajectory.id] = tuple(
-            1 / sizes[turn] if trained else 0.0 for turn, trained in zip(turns, mask, strict=True)
+            1 / sizes[unit] if trained else 0.0 for unit, trained in zip(units, mask, strict=True)
         )
-        num_turns += len(sizes)
-    return weight, num_turns
+        num_units += len(sizes)
+    return weight, num_units
 
 
 def find_trained_tokens(terms: Sequence[LossTerm]) -> dict[str, tuple[bool, ...]]:
@@ -179,70 +238,12 @@ def find_trained_tokens(terms: Sequence[LossTerm]) -> dict[str, tuple[bool, ...]
 
 
 def preference_pairs(scored: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
-    """(better, worse) of each preference pair. A task that is in the batch twice has two pairs."""
-    sides: dict[str, tuple[list[Scored], list[Scored]]] = {}
+    """(better, worse) of each preference pair: those that share `pair`, else their task. A task
+    that is in the batch twice has two pairs."""
+    sides: dict[tuple[str | None, str], tuple[list[Scored], list[Scored]]] = {}
     for s in scored:
         if s.trajectory.preference is not None:
-            better, worse = sides.setdefault(s.trajectory.task.id, ([], []))
+            key = (s.trajectory.pair, s.trajectory.task.id)
+            better, worse = sides.setdefault(key, ([], []))
             (better if s.trajectory.preference == "better" else worse).append(s)
     return [pair for two in sides.values() for pair in zip(*two, strict=True)]
-
-
-# ── rewards ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def _advantages(loss: Loss, on: Sequence[Scored]) -> Mapping[str, tuple[float, ...]]:
-    if loss.kind != "policy_gradient" or loss.advantage != "reward" or not on:
-        return {}
-    # An episode that a bug of its environment ended has no reward, and is not compared.
-    faulty = {s.trajectory.id: s for s in on if s.trajectory.fault is not None}
-    on = [s for s in on if s.trajectory.id not in faulty]
-    whole = _rewards(loss, on)
-    penalty = _penalties(loss, on)
-    return {id: (0.0,) * s.trajectory.num_completion_tokens for id, s in faulty.items()} | {
-        s.trajectory.id: tuple(
-            whole[s.trajectory.id] + penalty.get((s.trajectory.id, turn), 0.0)
-            for turn in s.trajectory.turn_of
-        )
-        for s in on
-    }
-
-
-def _rewards(loss: PolicyGradientLoss, on: Sequence[Scored]) -> Mapping[str, float]:
-    rewards = []
-    for s in on:
-        if s.trajectory.grade is None:
-            raise TaskError(
-                f"task {s.trajectory.task.id} has no grader, so it gives no reward. Name a grader "
-                "on the tasks, or use advantage = 'teacher_gap'"
-            )
-        rewards.append(s.trajectory.grade.score)
-    task_ids = sorted({s.trajectory.task.id for s in on})
-    number = {id: i for i, id in enumerate(task_ids)}
-    advantage = group_advantage(
-        torch.tensor(rewards, dtype=torch.float64),
-        torch.tensor([number[s.trajectory.task.id] for s in on]),
-        scale_by_std=loss.scale_by_std,
-    )
-    return dict(zip((s.trajectory.id for s in on), advantage.tolist(), strict=True))
-
-
-def _penalties(loss: PolicyGradientLoss, on: Sequence[Scored]) -> dict[tuple[str, int], float]:
-    """−penalty · (error − mean error of the group's turns): a turn answers for its own error."""
-    if not loss.turn_penalty:
-        return {}
-    kinds = loss.penalized_events
-    groups: dict[str, list[Trajectory]] = {}
-    for s in on:
-        groups.setdefault(s.trajectory.task.id, []).append(s.trajectory)
-    penalties: dict[tuple[str, int], float] = {}
-    for group in groups.values():
-        wrong = {
-            (t.id, i): float(any(kinds is None or e.kind in kinds for e in turn.events))
-            for t in group
-            for i, turn in enumerate(t.turns)
-            if any(turn.completion_mask)
-        }
-        mean = sum(wrong.values()) / len(wrong)
-        penalties |= {turn: -loss.turn_penalty * (error - mean) for turn, error in wrong.items()}
-    return penalties

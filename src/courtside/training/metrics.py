@@ -6,13 +6,15 @@ when they are first asked for, so that accumulating never synchronizes with a GP
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from courtside.recipe import Recipe
 from courtside.training.head import GroupLoss
+from courtside.training.loss_terms import LossTerm
 from courtside.training.token_batch import TokenBatch
 
 Kind = Literal["sum", "count", "max", "loss"]
@@ -113,6 +115,8 @@ def record_losses(groups: Iterable[GroupLoss], metrics: MetricAccumulator) -> No
         for term, value_N in values:
             weight_N = batch.weight_CN[term.name]
             metrics.add_loss(term.name, (value_N * weight_N).sum() / term.denominator)
+            if (gate_N := batch.gate_CN.get(term.name)) is not None:
+                metrics.mean(f"{term.name}/gate", gate_N, where=weight_N > 0)
         if divergence is not None and divergence.overlap_N is not None:
             assert divergence.student_mass_N is not None and divergence.teacher_mass_N is not None
             metrics.mean("topk_mass/student", divergence.student_mass_N)
@@ -133,3 +137,25 @@ def record_token_metrics(batch: TokenBatch, logp_N: Tensor, metrics: MetricAccum
     metrics.mean("teacher_gap/negative", gap_N < 0, where=has_teacher_N)
     metrics.mean("sampler/logp_diff", drift_N.abs(), where=by_student_N)
     metrics.max("sampler/ratio_max", drift_N.exp(), where=by_student_N)
+
+
+def reward_metrics(terms: Sequence[LossTerm]) -> dict[str, float]:
+    """Of the first loss with advantage = 'reward'; empty where there is none."""
+    row: dict[str, float] = {}
+    rewards = next((term.rewards for term in terms if term.rewards is not None), None)
+    if rewards is not None:
+        if rewards.mean is not None:
+            row["reward/sum"] = rewards.mean
+        row["reward/groups"] = rewards.num_groups
+        row["reward/zero_variance_groups"] = rewards.num_zero_variance_groups
+    return row
+
+
+def schedule_metrics(recipe: Recipe, step: int) -> dict[str, float]:
+    """What the recipe says that depends on the step."""
+    row: dict[str, float] = {}
+    turn_limit = recipe.rollout.limits.turns_at(step)
+    if turn_limit is not None:
+        row["turn_limit"] = turn_limit
+    row["learning_rate"] = recipe.learning_rate_at(step)
+    return row

@@ -46,7 +46,12 @@ from courtside.training.loss_terms import (
     make_loss_terms,
     preference_pairs,
 )
-from courtside.training.metrics import MetricAccumulator, record_losses
+from courtside.training.metrics import (
+    MetricAccumulator,
+    record_losses,
+    reward_metrics,
+    schedule_metrics,
+)
 from courtside.training.optimizer import make_optimizer
 from courtside.training.preference import weigh_preferences
 from courtside.training.token_batch import forward_ids, gather_trained, make_token_batch
@@ -85,7 +90,7 @@ class Student:
 
         Without a token to train on, no weight changes and the update counts no tokens.
         """
-        terms = make_loss_terms(self.recipe.losses, self.recipe.loss_names(), scored)
+        terms = self.make_terms(scored)
         rate = self.recipe.learning_rate_at(step)
         metrics, logps = MetricAccumulator(), LogProbs({}, {}, {})
         if any(term.num_tokens for term in terms):
@@ -99,11 +104,23 @@ class Student:
             step=step,
             loss=sum(weights[name] * value for name, value in losses.items() if value == value),
             components=losses,
-            metrics={"grad_norm": 0.0, **metrics.means(), "learning_rate": rate},
+            metrics={
+                "grad_norm": 0.0,
+                **metrics.means(),
+                **reward_metrics(terms),
+                **schedule_metrics(self.recipe, step),
+            },
             num_tokens={term.name: term.num_tokens for term in terms},
             student_logp=logps.student,
             teacher_logp=logps.teacher,
             harmful_turns=logps.harmful,
+        )
+
+    def make_terms(self, scored: Sequence[Scored]) -> list[LossTerm]:
+        recipe = self.recipe
+        rewards = dict(zip(recipe.reward_names(), recipe.rewards, strict=True))
+        return make_loss_terms(
+            recipe.losses, recipe.loss_names(), scored, rewards=rewards, route_of=recipe.route_of
         )
 
     def accumulate(
@@ -204,7 +221,8 @@ class Student:
     ) -> list[list[Scored]]:
         """The two members of a preference pair stay together."""
         units: list[tuple[Scored, ...]] = [*preference_pairs(scored)]
-        units += [(s,) for s in scored if s.trajectory.preference is None]
+        paired = {s.trajectory.id for pair in units for s in pair}
+        units += [(s,) for s in scored if s.trajectory.id not in paired]
         batches = self.passes.plan_batches(
             [[forward_ids(s, trained) for s in unit] for unit in units],
             self.micro_batch_tokens or self.default_pass_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, compress
 from typing import Any
 
@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from courtside.engines.forward.batching import SequenceSpan, tensor_on
-from courtside.losses.policy_gradient import SampledTokenLoss, teacher_gap, unlikely_advantage
+from courtside.losses.policy_gradient import (
+    SampledTokenLoss,
+    gap_gate,
+    teacher_gap,
+    unlikely_advantage,
+)
 from courtside.training.loss_terms import LossTerm, TrainedTokens
-from courtside.types import Scored, Target
+from courtside.types import Scored, Target, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +33,7 @@ class TokenBatch:
     sampler_logp_N: Tensor
     """NaN where the token was not sampled by us."""
     by_student_N: Tensor
+    """Whether the student alone sampled the token."""
     teacher_logp_N: Tensor
     """NaN where the teacher did not score the token."""
     reference_logp_N: Tensor
@@ -42,6 +48,8 @@ class TokenBatch:
     teacher_top_ids_NK: Tensor | None = None
     """The teacher's most likely tokens in place of its hidden states, most likely first."""
     teacher_top_logp_NK: Tensor | None = None
+    gate_CN: Mapping[str, Tensor] = field(default_factory=dict)
+    """By loss term with a gate: the factor of its weights; NaN where it does not train."""
 
     def __len__(self) -> int:
         return len(self.ids_N)
@@ -49,13 +57,29 @@ class TokenBatch:
     def select(self, index_M: Tensor) -> TokenBatch:
         """The positions at these indices, or where a mask is True."""
         parts: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in (column.name for column in fields(self)):
+            value = getattr(self, name)
             if isinstance(value, Tensor):
-                parts[field.name] = value[index_M]
+                parts[name] = value[index_M]
             elif isinstance(value, Mapping):
-                parts[field.name] = {key: v[index_M] for key, v in value.items()}
+                parts[name] = {key: v[index_M] for key, v in value.items()}
         return replace(self, **parts)
+
+    def apply_gates(self, terms: Sequence[LossTerm]) -> TokenBatch:
+        """With the weights of gated losses multiplied by their gates."""
+        gates, weights = {}, dict(self.weight_CN)
+        for term in terms:
+            gate = getattr(term.loss, "gate", None)
+            if gate is not None:
+                gates[term.name] = gate_N = gap_gate(
+                    self.teacher_logp_N,
+                    self.sampler_logp_N,
+                    temperature=gate.temperature,
+                    direction=gate.direction,
+                )
+                weight_N = weights[term.name]
+                weights[term.name] = torch.where(weight_N > 0, weight_N * gate_N, 0.0)
+        return replace(self, weight_CN=weights, gate_CN=gates) if gates else self
 
     def sampled_loss(self, term: LossTerm) -> SampledTokenLoss:
         """A recipe's loss on sampled tokens; its weight has the term's denominator in it."""
@@ -85,6 +109,7 @@ class TokenBatch:
             sampler_logp_N=self.sampler_logp_N if loss.ratio == "importance" else None,
             truncate=loss.truncate,
             clip=loss.clip,
+            dual_clip=loss.dual_clip,
             baseline=loss.baseline,
         )
 
@@ -158,6 +183,10 @@ def make_token_batch(
     )
 
 
+def is_own_sample(trajectory: Trajectory) -> bool:
+    return trajectory.source == "student" and trajectory.num_replaced is None
+
+
 def _columns(
     group: Sequence[Scored], terms: Sequence[LossTerm], masks: Sequence[Sequence[bool]]
 ) -> dict[tuple[str, str], list[float]]:
@@ -177,7 +206,7 @@ def _columns(
     columns = {
         ("temperature", ""): column((t.temperature for t in trajectories), math.nan),
         ("sampler", ""): column((t.sampler_logp or None for t in trajectories), math.nan),
-        ("by_student", ""): column((float(t.source == "student") for t in trajectories), 0.0),
+        ("by_student", ""): column((float(is_own_sample(t)) for t in trajectories), 0.0),
     }
     for term in terms:
         columns["weight", term.name] = column((term.weight.get(t.id) for t in trajectories), 0.0)

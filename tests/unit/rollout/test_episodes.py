@@ -162,7 +162,8 @@ def with_num_rows(num_rows: int, rollout: EpisodeRollout) -> tuple[EpisodeRollou
 
     rollout.engine.session = counting_session  # type: ignore[method-assign]
     request = EpisodeRequest(id="e", task=TASK, seed=0, start=rollout.start)
-    rollout.engine.max_batch_tokens = num_rows * rollout._row_capacity([request], rollout.sampling)
+    row_capacity = rollout._row_capacity([request], rollout.sampling, None)
+    rollout.engine.max_batch_tokens = num_rows * row_capacity
     return rollout, sizes
 
 
@@ -173,14 +174,29 @@ def test_a_row_reserves_the_turns_that_its_episode_can_have() -> None:
     prompt = len(rollout.template.render_prompt(TASK.messages).token_ids)
     rollout.max_tokens = 10**6
 
-    def capacity() -> int:
-        return rollout._row_capacity([request], rollout.sampling) - prompt
+    def capacity(turn_limit: int | None = None) -> int:
+        return rollout._row_capacity([request], rollout.sampling, turn_limit) - prompt
 
     unknown = capacity()
     rollout.max_turns = 4
     assert capacity() == 4 * 9 + 3 * EXPECTED_OBSERVATION < unknown
-    rollout.limits = rollout.limits.model_copy(update={"turns": 2})
-    assert capacity() == 2 * 9 + EXPECTED_OBSERVATION
+    assert capacity(2) == 2 * 9 + EXPECTED_OBSERVATION
+
+
+def test_a_ramp_of_turns_deepens_training_and_not_evaluations() -> None:
+    ramp = {"turns": {"start": 1, "end": 4, "steps": 6}}
+    rollout = make_rollout(lambda task: Count(last=9), limits=ramp, samples_per_prompt=1)
+    limits = [rollout.limits.turns_at(step) for step in range(9)]
+    assert limits == [1, 2, 2, 2, 3, 4, 4, 4, 4]
+    for step in (0, 1, 4, 8):
+        (trajectory,) = rollout([TASK], step)
+        assert roles(trajectory).count("a") == limits[step] and trajectory.stop == "turns"
+    (answer,) = run(rollout)
+    assert roles(answer).count("a") == 4
+    # Over training steps the ids and the first turns stay what they would be without a ramp.
+    (plain,) = make_rollout(lambda task: Count(last=9), samples_per_prompt=1)([TASK], 1)
+    (ramped,) = rollout([TASK], 1)
+    assert ramped.turns == plain.turns[: len(ramped.turns)] and ramped.id == plain.id
 
 
 def test_an_episode_that_has_ended_makes_way_for_one_that_waits() -> None:

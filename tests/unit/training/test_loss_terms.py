@@ -13,7 +13,7 @@ from courtside.recipe.losses import (
     PreferenceLoss,
 )
 from courtside.training.loss_terms import make_loss_terms, preference_pairs
-from courtside.training.metrics import MetricAccumulator
+from courtside.training.metrics import MetricAccumulator, reward_metrics
 from courtside.types import (
     Event,
     Grade,
@@ -97,6 +97,50 @@ def test_rewards_are_compared_within_their_prompt():
     assert part.advantage == {id: (value,) * 3 for id, value in expected.items()}
     (other,) = make_loss_terms([loss], ["rl"], batch[::-1])
     assert other.advantage == part.advantage
+
+
+def test_groups_of_equal_rewards_count_or_are_dropped():
+    batch = [
+        scored("a", task="x", reward=1.0), scored("b", task="x", reward=0.0, tokens=5),
+        scored("c", task="y", reward=0.25), scored("d", task="y", reward=0.25),
+        scored("e", task="z", reward=1.0),
+    ]  # fmt: skip
+    loss = PolicyGradientLoss(kind="policy_gradient", advantage="reward")
+    (part,) = make_loss_terms([loss], ["rl"], batch)
+    assert part.weight.keys() == set("abcde") and part.denominator == 17
+    assert reward_metrics([part]) == {
+        "reward/sum": 0.5, "reward/groups": 3, "reward/zero_variance_groups": 2
+    }  # fmt: skip
+    for normalize, denominator in (("token", 8), ("sequence", 2), ("turn", 2)):
+        dropping = PolicyGradientLoss(
+            kind="policy_gradient", advantage="reward", zero_variance_groups="drop",
+            normalize=normalize,
+        )  # fmt: skip
+        (part,) = make_loss_terms([dropping], ["rl"], batch)
+        assert part.weight.keys() == set("ab") and part.denominator == denominator
+        assert reward_metrics([part])["reward/zero_variance_groups"] == 2
+    (empty,) = make_loss_terms([dropping], ["rl"], batch[2:])
+    assert not empty.weight and empty.num_tokens == 0
+
+
+def test_a_group_of_equal_rewards_whose_turns_answer_for_errors_is_not_dropped():
+    loss = PolicyGradientLoss(
+        kind="policy_gradient", advantage="reward", turn_penalty=0.6, zero_variance_groups="drop"
+    )
+    (part,) = make_loss_terms([loss], ["rl"], [episode("a", wrong=(3,)), episode("b")])
+    assert part.weight.keys() == set("ab") and part.denominator == 18
+    (part,) = make_loss_terms([loss], ["rl"], [episode("a"), episode("b")])
+    assert not part.weight
+
+
+def test_what_a_loss_is_averaged_over():
+    batch = [scored("a", tokens=2), scored("b", tokens=6)]
+    sequence = DivergenceLoss(kind="divergence", normalize="sequence")
+    (part,) = make_loss_terms([sequence], ["d"], batch)
+    assert part.weight == {"a": (0.5,) * 2, "b": (1 / 6,) * 6} and part.denominator == 2
+    constant = DivergenceLoss(kind="divergence", normalize="constant", normalize_tokens=10)
+    (part,) = make_loss_terms([constant], ["d"], batch)
+    assert part.weight == {"a": (1.0,) * 2, "b": (1.0,) * 6} and part.denominator == 20
 
 
 def test_a_reward_needs_a_grader():

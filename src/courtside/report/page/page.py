@@ -69,7 +69,7 @@ def write_report(
         title=folder.path.resolve().name,
         summary=summarize_recipe(recipe),
         progress=_describe_progress(recipe, metrics),
-        alerts=_render_problems(reader.problems) + _render_alarms(alarms),
+        alerts=render_problems(reader.problems) + _render_alarms(alarms),
         sections=sections,
     )
     path = folder.path / "report.html"
@@ -100,17 +100,17 @@ def _make_sections(
         Section("More metrics", _render_grid(more) if more else "", is_folded=True),
         Section("Hints", render_hints(reader, metrics, decode)),
         Section("Tokens with the largest shift", _render_shifted(stored, decode)),
-        Section("Costs", _render_costs(reader.read(folder.read_costs, {}))),
+        Section("Costs", render_costs(reader.read(folder.read_costs, {}))),
         Section("Episodes", _render_episodes(stored, decode)),
         Section(
             "Training samples, colored by the teacher's scores", _render_answers(stored, decode)
         ),
-        Section("Environment", _render_facts(reader.read(folder.environment, {}))),
+        Section("Environment", render_facts(reader.read(folder.environment, {}))),
         Section("Recipe", _render_recipe(folder.recipe()), is_folded=True),
     ]
 
 
-def _render_costs(costs: Mapping[str, PhaseCost]) -> str:
+def render_costs(costs: Mapping[str, PhaseCost]) -> str:
     if not costs:
         return ""
     seconds = sum(cost.seconds for cost in costs.values())
@@ -202,7 +202,7 @@ def _render_recipe(recipe: Recipe) -> str:
     return f"<pre>{escape(toml.dumps(dump_recipe(recipe)))}</pre>"
 
 
-def _render_facts(values: Mapping[str, Any]) -> str:
+def render_facts(values: Mapping[str, Any]) -> str:
     rows = "".join(
         f"<tr><th>{escape(str(key).replace('_', ' '))}</th><td>{escape(str(value))}</td></tr>"
         for key, value in values.items()
@@ -217,7 +217,7 @@ def _describe_progress(recipe: Recipe, metrics: Sequence[Row]) -> str:
     return f"{num_steps} of {recipe.train.steps} steps" + (f"; {end}" if end else "")
 
 
-def _render_problems(problems: Sequence[str]) -> str:
+def render_problems(problems: Sequence[str]) -> str:
     if not problems:
         return ""
     items = "".join(f"<li>{escape(problem)}</li>" for problem in problems)

@@ -1,6 +1,6 @@
 """A model behind OpenAI's chat completions, over HTTP.
 
-The key is read from the environment when the reader is made and goes into one header; it is in no
+The key is read from the environment when the client is made and goes into one header; it is in no
 record, message or file of ours.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any, NamedTuple
 
 import httpx
 
+from courtside.chat.model_client import Reply
 from courtside.errors import RecipeError, RunError
-from courtside.reader.model.client import Reply
-from courtside.recipe.reader import ModelReaderConfig
+from courtside.recipe.endpoint import EndpointConfig
 from courtside.sanitize import to_one_line, truncate
 from courtside.types import Message
 
@@ -33,24 +33,49 @@ class _Busy(Exception):
         self.wait = wait
 
 
+class Replies(NamedTuple):
+    replies: list[Reply | None]
+    """In the order of the prompts; None: there is none."""
+    errors: list[RunError]
+    """Of those without a reply, the first first."""
+
+
 class OpenAIClient:
-    def __init__(self, config: ModelReaderConfig, *, first_wait: float = 1.0):
-        assert config.endpoint is not None, "the recipe names a server"
-        self.config = config
-        self.endpoint = config.endpoint
+    def __init__(
+        self,
+        endpoint: EndpointConfig,
+        *,
+        field: str,
+        max_new_tokens: int,
+        temperature: float,
+        shorten: str,
+        first_wait: float = 1.0,
+    ):
+        """`field`: of the recipe, for messages; `shorten`: the fix for prompts too long."""
+        self.endpoint, self.field, self.shorten = endpoint, field, shorten
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.first_wait = first_wait
         """Seconds before the second try; doubled each time."""
-        self._key = _key(self.endpoint.api_key_env)
+        self._key = _read_key(endpoint.api_key_env, field)
         self._stop = threading.Event()
-        """Set when one request failed for good, so that the others do not go on trying."""
+        """Set when requests are given up, so that the others do not go on trying."""
 
     def fits(self, prompt: Sequence[Message]) -> bool:
         return True
 
     def __call__(self, prompts: Sequence[Sequence[Message]]) -> list[Reply]:
+        """All replies; the first failure is raised, and gives the others up."""
+        replies, errors = self.try_each(prompts, max_failures=0)
+        if errors:
+            raise errors[0]
+        return [reply for reply in replies if reply is not None]
+
+    def try_each(self, prompts: Sequence[Sequence[Message]], *, max_failures: int) -> Replies:
+        """With more failures than `max_failures` the other requests are given up."""
         if not prompts:
-            return []
+            return Replies([], [])
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        errors: list[RunError] = []
         self._stop.clear()
         with (
             httpx.Client(timeout=self.endpoint.timeout, headers=headers) as client,
@@ -58,14 +83,15 @@ class OpenAIClient:
         ):
             futures = [threads.submit(self._ask, client, prompt) for prompt in prompts]
             try:
-                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in as_completed(futures):
+                    if isinstance(error := future.exception(), RunError):
+                        errors.append(error)
+                    if error is not None and len(errors) > max_failures:
+                        break
             finally:
                 self._stop.set()
                 threads.shutdown(wait=False, cancel_futures=True)
-            for future in done:
-                if (error := future.exception()) is not None:
-                    raise error
-            return [future.result() for future in futures]
+        return Replies([_find_reply(future) for future in futures], errors)
 
     def _ask(self, client: httpx.Client, prompt: Sequence[Message]) -> Reply:
         body = self._body(prompt)
@@ -78,7 +104,7 @@ class OpenAIClient:
             if tries <= self.endpoint.max_retries and self._stop.wait(min(pause, LONGEST_WAIT)):
                 break  # another request failed for good; its error is the one to tell
         raise RunError(
-            f"reader.endpoint.base_url = {self.endpoint.base_url!r}: no answer after {tries} tries "
+            f"{self.field}.base_url = {self.endpoint.base_url!r}: no answer after {tries} tries "
             f"({last}). Check that the server runs and can be reached from here, or raise its "
             f"timeout and retries. {GO_ON}"
         )
@@ -88,11 +114,11 @@ class OpenAIClient:
             name: dict(value) if not isinstance(value, str | int | float) else value
             for name, value in self.endpoint.extra_body.items()
         }
-        limit = {"max_tokens": self.config.max_new_tokens}
+        limit = {"max_tokens": self.max_new_tokens}
         return {
             "model": self.endpoint.model,
             "messages": [{"role": m.role, "content": m.content} for m in prompt],
-            "temperature": self.config.temperature,
+            "temperature": self.temperature,
             **({} if "max_completion_tokens" in extra else limit),
             **extra,
         }
@@ -107,8 +133,8 @@ class OpenAIClient:
             raise _Busy(f"status {status}: {self._excerpt(response)}", _retry_after(response))
         if status != 200:
             raise RunError(
-                f"reader.endpoint.base_url = {self.endpoint.base_url!r} refused the request "
-                f"(status {status}): {self._excerpt(response)}. {_fix(status)}. {GO_ON}"
+                f"{self.field}.base_url = {self.endpoint.base_url!r} refused the request "
+                f"(status {status}): {self._excerpt(response)}. {self._fix(status)}. {GO_ON}"
             )
         return self._reply(response)
 
@@ -116,21 +142,32 @@ class OpenAIClient:
         try:
             body = response.json()
             text = body["choices"][0]["message"].get("content")
+            reason = body["choices"][0].get("finish_reason")
             usage = body.get("usage") or {}
             num_tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise RunError(
-                f"reader.endpoint.base_url = {self.endpoint.base_url!r} answered with something "
+                f"{self.field}.base_url = {self.endpoint.base_url!r} answered with something "
                 f"that is no chat completion: {self._excerpt(response)}. Give the address up to "
                 f"and with the version, like http://localhost:8000/v1. {GO_ON}"
             ) from None
         input_tokens, output_tokens = (n if isinstance(n, int) else 0 for n in num_tokens)
-        # Nothing (a refusal, thoughts alone) is a reply too: it holds no hints, and is counted.
+        # Nothing (a refusal, thoughts alone) is a reply too: whoever parses it counts it.
         return Reply(
             text=text if isinstance(text, str) else "",
             input_tokens=input_tokens,
             output_tokens=output_tokens,
+            is_truncated=reason == "length",
         )
+
+    def _fix(self, status: int) -> str:
+        if status in (401, 403):
+            return f"Check the key in the variable that {self.field}.api_key_env names"
+        if status == 404:
+            return f"Check {self.field}.base_url (it ends in the version, like /v1) and its model"
+        if status in (400, 413, 422):
+            return f"If the prompt is too long for the model, {self.shorten}"
+        return f"Check {self.field}"
 
     def _excerpt(self, response: httpx.Response) -> str:
         """The beginning of what came back. Some servers repeat the key in it."""
@@ -140,18 +177,24 @@ class OpenAIClient:
         return truncate(to_one_line(text), 300) or "nothing"
 
 
-def _key(name: str | None) -> str | None:
+def _find_reply(future: Future[Reply]) -> Reply | None:
+    if future.cancelled() or isinstance(future.exception(), RunError):
+        return None
+    return future.result()  # raises what is a bug of ours
+
+
+def _read_key(name: str | None, field: str) -> str | None:
     if name is None:
         return None
     key = os.environ.get(name, "").strip()
     if not key:
         raise RecipeError(
-            f"reader.endpoint.api_key_env = {name!r}: that environment variable is not set. Set it "
+            f"{field}.api_key_env = {name!r}: that environment variable is not set. Set it "
             "to the key, or remove the field if the server wants none"
         )
     if not key.isascii() or not key.isprintable():
         raise RecipeError(
-            f"reader.endpoint.api_key_env = {name!r}: the variable holds characters that no key "
+            f"{field}.api_key_env = {name!r}: the variable holds characters that no key "
             "has. Set it to the key alone"
         )
     return key
@@ -160,16 +203,3 @@ def _key(name: str | None) -> str | None:
 def _retry_after(response: httpx.Response) -> float | None:
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isascii() and value.isdecimal() else None
-
-
-def _fix(status: int) -> str:
-    if status in (401, 403):
-        return "Check the key in the variable that reader.endpoint.api_key_env names"
-    if status == 404:
-        return "Check reader.endpoint.base_url (it ends in the version, like /v1) and its model"
-    if status in (400, 413, 422):
-        return (
-            "If the prompt is too long for the model, lower reader.window_chars or "
-            "reader.max_message_chars"
-        )
-    return "Check reader.endpoint"
