@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,19 +141,13 @@ def main() -> None:
     from gpu_machine import header
 
     device = torch.device(make_job(args).device)
-    result = {**header("plan_steps", device), "job": {**vars_of(make_job(args))}, "cases": []}
+    result = {**header("plan_steps", device), "job": asdict(make_job(args)), "cases": []}
     with tempfile.TemporaryDirectory(prefix="plan-steps-") as folder:
         for name in args.cases:
             record = run_case(name, args, Path(folder) / f"{name}.json")
             result["cases"].append(record)
             store(args.out, result)
             print(name, record.get("failed") or f"{record['seconds']:.2f} s", flush=True)
-
-
-def vars_of(job: Job) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(job)
 
 
 if __name__ == "__main__":

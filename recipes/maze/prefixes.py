@@ -1,49 +1,38 @@
-"""Tasks that continue a run's own ways: how well does the teacher know where the student gets?
+"""How well does the teacher know the states that the student gets into?
 
-    python recipes/maze/prefixes.py runs/maze/on_reverse-long-lr0.0001-seed0 \
-        runs/maze/prefixes.jsonl
-    courtside evaluate recipes/maze/prefixes.toml
+    python recipes/maze/prefixes.py runs/maze/on_reverse-long-lr0.0001-seed1 runs/maze/teacher
 
-Of each stored answer that left the shortest way without breaking a rule, the part up to a random
-later cell becomes a prefill; answers that jump through a wall are lost anyway, and left out.
+Of each answer of the run's first step that left the shortest way without breaking a rule, the part
+up to a random later cell becomes a prefill, which the teacher continues. Answers that jump through
+a wall are lost anyway, and left out.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from courtside import evaluate_student, load_recipe
 from courtside.hashing import SeededRandom
 from courtside.report.folder.folder import RunFolder
 from courtside.tasks.maze import find_distances, make_map
 from courtside.types import Trajectory
 
 
-def make_tasks(trajectories: list[Trajectory]) -> Iterator[dict[str, Any]]:
+def make_tasks(trajectories: Sequence[Trajectory]) -> Iterator[dict[str, Any]]:
     for trajectory in trajectories:
-        task = trajectory.task
+        task, args = trajectory.task, trajectory.task.grader_args
         assert task.answer is not None
-        args = task.grader_args
-        neighbors, distances = make_map(args["map_seed"]), find_distances(
-            args["map_seed"], task.answer
-        )  # fmt: skip
-        cells = trajectory.response.split()
-        legal = 1
-        while legal < len(cells) and cells[legal] in neighbors.get(cells[legal - 1], ()):
-            legal += 1
-        cells = cells[:legal]
-        if task.answer in cells:
-            cells = cells[: cells.index(task.answer)]
-        first_wrong = next(
-            (i for i, (a, b) in enumerate(pairwise(cells), 1) if distances[b] > distances[a]), None
-        )
-        if not cells or cells[0] != args["start"] or first_wrong is None:
+        distances = find_distances(args["map_seed"], task.answer)
+        cells = legal_start(trajectory.response.split(), args["map_seed"], task.answer)
+        wrong = [i for i, (a, b) in enumerate(pairwise(cells), 1) if distances[b] > distances[a]]
+        if not cells or cells[0] != args["start"] or not wrong:
             continue
-        length = SeededRandom(trajectory.id).randint(first_wrong + 1, len(cells))
+        length = SeededRandom(trajectory.id).randint(wrong[0] + 1, len(cells))
         yield {
             "prompt": task.messages[0].content,
             "prefill": " ".join(cells[:length]),
@@ -54,15 +43,34 @@ def make_tasks(trajectories: list[Trajectory]) -> Iterator[dict[str, Any]]:
         }
 
 
+def legal_start(cells: Sequence[str], map_seed: int, goal: str) -> list[str]:
+    """The cells up to the first jump, or to the last one before the goal."""
+    neighbors = make_map(map_seed)
+    legal = [cell for cell in cells[:1] if cell in neighbors]
+    for cell in cells[1:] if legal else ():
+        if cell not in neighbors[legal[-1]] or cell == goal:
+            break
+        legal.append(cell)
+    return legal
+
+
 def main() -> None:
-    run, out = map(Path, sys.argv[1:3])
+    run, teacher = sys.argv[1:3]
     folder = RunFolder.read(run)
-    rows = list(make_tasks([s.trajectory for s in folder.trajectories(step=0)]))
+    rows = list(make_tasks([stored.trajectory for stored in folder.trajectories(step=0)]))
     if not rows:
         sys.exit(f"{run}: no stored answer of step 0 left the way and stayed legal")
+    path = Path(run) / "prefixes.jsonl"
     train = {**rows[0], "prompt": "Not used.", "split": "train"}
-    out.write_text("".join(json.dumps(row) + "\n" for row in [train, *rows]))
-    print(f"{out}: {len(rows)} prefixes")
+    path.write_text("".join(json.dumps(row) + "\n" for row in [train, *rows]))
+    recipe = load_recipe(
+        Path(__file__).parent / "student.toml",
+        [f"student.model={teacher}", "student.keep_layers=", f"evaluate.num_tasks={len(rows)}",
+         f'tasks={{kind="jsonl",path="{path}"}}', "evaluate.suites={}"],
+    )  # fmt: skip
+    (evaluation,) = evaluate_student(recipe, quiet=True)
+    low, high = evaluation.ci_low, evaluation.ci_high
+    print(f"{evaluation.mean_score:.1%} ({low:.1%} to {high:.1%}) of {len(rows)} prefixes")
 
 
 if __name__ == "__main__":

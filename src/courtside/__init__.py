@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from courtside import errors
-    from courtside.api import evaluate_student, export, rescore, show, train
+    from courtside.api import (
+        evaluate_student,
+        export,
+        export_corrections,
+        rescore,
+        show,
+        train,
+    )
     from courtside.comparison.comparison import Comparison, compare
     from courtside.planning.plan import CostPlan, plan
     from courtside.recipe import Recipe
@@ -37,6 +44,7 @@ __all__ = [
     "errors",
     "evaluate_student",
     "export",
+    "export_corrections",
     "load_pipeline",
     "load_recipe",
     "parse_recipe",
@@ -61,6 +69,7 @@ _HOMES = {
     "compare": "courtside.comparison.comparison",
     "evaluate_student": "courtside.api",
     "export": "courtside.api",
+    "export_corrections": "courtside.api",
     "load_pipeline": "courtside.recipe.pipeline",
     "load_recipe": "courtside.recipe.load",
     "parse_recipe": "courtside.recipe.load",

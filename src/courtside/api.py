@@ -17,6 +17,7 @@ from courtside.sanitize import truncate
 from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:
+    from courtside.artifacts.corrections import CorrectionFormat, ExportedCorrections
     from courtside.artifacts.export import ExportDtype
     from courtside.assemble.preview import Preview
     from courtside.recipe.pipeline import Pipeline
@@ -216,6 +217,24 @@ def export(
     if push is not None:
         push_folder(hub, to, push)
     return to
+
+
+def export_corrections(
+    run: str | Path, to: str | Path, *, format: CorrectionFormat = "pairs"
+) -> ExportedCorrections:
+    """Write a run's corrected drafts as JSON lines that `datasets` and TRL read.
+
+    `format`: "pairs" has prompt, chosen and rejected; "completions" prompt and completion, of
+    repairs and of the better ones of pairs.
+    """
+    from courtside.artifacts.corrections import CorrectionFormat, write_corrections
+    from courtside.report.folder.folder import RunFolder
+
+    _check_run(run, "export_corrections")
+    to = require_path(to, "export_corrections: to", "the path of the file to write as str or Path")
+    if format not in (formats := get_args(CorrectionFormat)):
+        raise UserError(f"export_corrections: format = {format!r}; use one of {list(formats)}")
+    return write_corrections(RunFolder.read(run), to, format=format)
 
 
 def serving_command(run: str | Path, exported: str | Path) -> str | None:

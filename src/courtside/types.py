@@ -286,6 +286,8 @@ class Hint:
     confidence: float | None = None
     bad_span: str | None = None
     """The part of the turn's text that the hint is against, where the reader can name it."""
+    wrong_text: str | None = None
+    """A hint that is not meant for this turn, where `hints.contrast` asks for one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,6 +362,9 @@ class Target:
     top_ids_TK: Tensor | None = None
     top_logp_TK: Tensor | None = None
     """Log-probabilities of `top_ids_TK` over the whole vocabulary, the likeliest first."""
+    wrong_logp_T: Tensor | None = None
+    wrong_hidden_TD: Tensor | None = None
+    """The same under a wrong hint, where `hints.contrast` asks for it."""
     num_context_tokens: int = 0
     """By how many tokens the teacher's sequence is longer than the student's."""
     token_indices: tuple[int, ...] | None = None
@@ -370,7 +375,9 @@ class Target:
         turn_of = trajectory.turn_of
         indices = range(len(turn_of)) if self.token_indices is None else self.token_indices
         rows = [row for row, i in enumerate(indices) if turn_of[i] not in turns]
-        names = ("logp_T", "hidden_TD", "top_ids_TK", "top_logp_TK")
+        names = (
+            "logp_T", "hidden_TD", "top_ids_TK", "top_logp_TK", "wrong_logp_T", "wrong_hidden_TD",
+        )  # fmt: skip
         tensors = {n: v[rows] for n in names if (v := getattr(self, n)) is not None}
         remaining = tuple(indices[row] for row in rows)
         return replace(self, token_indices=remaining, **tensors) if rows else None

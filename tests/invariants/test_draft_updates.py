@@ -189,6 +189,9 @@ def test_a_run_with_repairs(tiny_folder: Path, tmp_path: Path, server: ChatServe
     assert rows[0]["reward/mean"] == 0, "repairs are not the student's reward"
     costs = run.read_costs()["drafts"]
     assert (costs.input_tokens, costs.output_tokens) == (12 * 11, 12 * 5)
+    students = [s.trajectory for n in range(3) for s in run.trajectories(n)]
+    num_sampled = sum(t.num_completion_tokens for t in students if t.source == "student")
+    assert run.read_costs()["rollout"].output_tokens == num_sampled, "repairs cost elsewhere"
     repair = next(s.trajectory for s in run.trajectories(0) if s.trajectory.source == "teacher")
     assert repair.id == f"{repair.draft}+rewrite" and repair.correction == "rewrite"
     assert repair.grade is not None and repair.grade.passed
@@ -203,10 +206,13 @@ def test_a_server_that_fails_stops_the_run_with_its_steps_saved(
         return solve(number, body) if number < 4 else (500, {}, b"out of memory")
 
     server.answer = answer
-    recipe = repairing(tiny_folder, server, stage={"max_failure_fraction": 0.3})
+    recipe = repairing(
+        tiny_folder, server, stage={"max_failure_fraction": 0.3}, run={"checkpoint_every": 99}
+    )
     with pytest.raises(DraftFailuresError, match=r"4 of the last 8 .*no_answer 4.*out of memory"):
         train(recipe, tmp_path / "run")
     assert len(RunFolder.read(tmp_path / "run").metrics()) == 1
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
     server.answer = solve
     resumed = train(recipe, tmp_path / "run")
     whole = train(recipe, tmp_path / "whole")

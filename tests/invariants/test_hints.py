@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,92 @@ def naive_gradient(parts: Any, scored: list[Scored]) -> dict[str, torch.Tensor]:
             count += len(turn.token_ids)
     (total / count).backward()
     return take_gradients(parts.student.weights.trained)
+
+
+CONTRASTS: dict[str, list[dict[str, Any]]] = {
+    "sampled": [{"kind": "policy_gradient", "advantage": "hint_contrast", "on": "hinted_turns"}],
+    "whole": [{"kind": "divergence", "contrast": 0.7, "on": "hinted_turns"}],
+}
+
+
+def naive_contrast(
+    parts: Any, scored: list[Scored], loss: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Each turn alone, in two sequences: under its hint, and under the wrong one."""
+    model, tokenizer = parts.student.weights.model, parts.renderer.tokenizer
+    total, count = torch.zeros(()), 0
+    for s in scored:
+        ids = s.trajectory.token_ids
+        logp = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        for outcome in s.hints:
+            index = outcome.hint.turn
+            turn = s.trajectory.turns[index]
+            start = sum(len(t.token_ids) for t in s.trajectory.turns[:index])
+            opening = start - s.trajectory.turns[index - 1].num_generation_prompt_tokens
+            size = len(turn.token_ids)
+            q = []
+            for text in (outcome.hint.text, outcome.hint.wrong_text):
+                hint_ids = tokenizer(f"<|im_start|>user\n{text}<|im_end|>\n")["input_ids"]
+                above = (*ids[:opening], *hint_ids, *ids[opening:start])
+                with torch.no_grad():
+                    logits = model(input_ids=torch.tensor([above + turn.token_ids])).logits[0]
+                q.append(logits.log_softmax(-1)[len(above) - 1 : -1])
+            p = logp[start - 1 : start - 1 + size]
+            if loss["kind"] == "divergence":
+                target = (q[0] + loss["contrast"] * (q[0] - q[1])).log_softmax(-1)
+                total = total + (p.exp() * (p - target)).sum()
+            else:
+                tokens = (range(size), list(turn.token_ids))
+                mu = torch.tensor(turn.sampler_logp)
+                ratio = (p[tokens] - mu).exp()
+                total = total - (ratio * (q[0][tokens] - q[1][tokens])).sum()
+            count += size
+    (total / count).backward()
+    return take_gradients(parts.student.weights.trained)
+
+
+@pytest.mark.parametrize("name", CONTRASTS)
+@pytest.mark.parametrize("micro", [100_000, 1])
+def test_a_wrong_hint_is_contrasted_with_the_right_one(
+    roomy_folder: Path, name: str, micro: int
+) -> None:
+    losses = CONTRASTS[name]
+    settings = {"contrast": "random_hint", "harmful": "train"}
+    train_ = {"steps": 3, "prompts_per_step": 2, "micro_batch_tokens": micro}
+    parts = assemble(tree(roomy_folder, losses=losses, hints=settings, train=train_))
+    assert any("hints.contrast scores each turn twice" in note for note in parts.notes)
+    scored = scored_batch(parts, two_texts)
+    hints = [outcome.hint for s in scored for outcome in s.hints]
+    assert len(hints) >= 4 and {h.text for h in hints} == {h.wrong_text for h in hints}
+    assert all(h.text != h.wrong_text for h in hints)
+    gradients = compute_gradients(parts, scored)
+    close(gradients, naive_contrast(parts, scored, losses[0]))
+    assert max(float(g.abs().max()) for g in gradients.values()) > 1e-5
+
+
+def two_texts(trajectories: Any, proposed: Any) -> list[Hint]:
+    """A random model makes one kind of mistake; so texts by turn, and each other's as the wrong."""
+    texts = ("Call a tool.", "Answer in one word.")
+    return [
+        replace(h, text=texts[i % 2], wrong_text=texts[1 - i % 2]) for i, h in enumerate(proposed)
+    ]
+
+
+def test_a_run_contrasts_hints(roomy_folder: Path, tmp_path: Path) -> None:
+    rules = [{"detect": "unparsable_call", "hint": "Write the call as described."},
+             {"detect": "no_call", "hint": "Turn {turn}: call a tool."}]  # fmt: skip
+    recipe = tree(
+        roomy_folder,
+        losses=[*CONTRASTS["sampled"], *CONTRASTS["whole"]],
+        reader={"kind": "rules", "rules": rules},
+        hints={"contrast": "random_hint", "harmful": "train"},
+        teacher={"kind": "self", "weights": "frozen"},
+    )
+    run = train(recipe, tmp_path / "run")
+    rows = run.metrics()
+    assert all(row["hints/trained"] > 0 and row["grad_norm"] > 0 for row in rows)
+    (stored, *_) = [o.hint for s in run.trajectories(0) for o in s.hints]
+    assert stored.wrong_text and stored.wrong_text != stored.text
 
 
 def close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -270,6 +357,22 @@ def test_demonstrations_can_be_imitated(roomy_folder: Path, tmp_path: Path) -> N
          r"teacher.context: with a \[reader\] the hint is the teacher's additional context"),
         ({"evaluate": {"suites": {"other": {"names": "nobody"}}}},
          r"evaluate.suites.other.names: must be"),
+        ({"losses": CONTRASTS["sampled"]},
+         r"losses\[0\]: advantage = 'hint_contrast' needs a wrong hint.*hints.contrast"),
+        ({"losses": CONTRASTS["whole"]},
+         r"losses\[0\]: contrast needs a wrong hint.*hints.contrast"),
+        ({"losses": [{"kind": "divergence", "contrast": 1.0}],
+          "hints": {"contrast": "random_hint"}},
+         r"losses\[0\]: contrast is defined on hinted turns"),
+        ({"hints": {"contrast": "random_hint"}}, r"hints.contrast: no loss contrasts two hints"),
+        ({"hints": {"contrast": "random_hint", "cumulative": True}},
+         r"contrast scores each turn under one hint alone"),
+        ({"losses": CONTRASTS["sampled"], "hints": {"contrast": "other_kind"},
+          "reader": {"kind": "rules", "rules": [{"detect": "no_call"}]}},
+         r"hints.contrast = 'other_kind' exchanges hints of different rules"),
+        ({"losses": [{"kind": "divergence", "contrast": 1.0, "extrapolate": 2.0,
+                      "on": "hinted_turns"}]},
+         r"contrast needs the teacher's whole distributions under two hints"),
     ],
 )  # fmt: skip
 def test_impossible_recipes_are_refused(roomy_folder: Path, changes: Any, message: str) -> None:

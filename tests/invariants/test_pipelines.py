@@ -212,6 +212,17 @@ def test_a_deleted_stage_is_trained_again_and_what_started_from_it_refused(
     assert contents(final) != before
 
 
+def test_checkpoints_of_stages_that_are_done_may_be_deleted(tree: Tree, finished: Path) -> None:
+    shutil.rmtree(finished / "stages" / "01-learn" / "checkpoints")
+    run(tree, finished)
+    shutil.rmtree(finished / "stages" / "02-sevens")
+    run(tree, finished)  # from the export
+    shutil.rmtree(finished / "stages" / "02-sevens")
+    shutil.rmtree(finished / "stages" / "01-learn" / "export")
+    with pytest.raises(UserError, match="its checkpoints were deleted, and a later stage needs"):
+        run(tree, finished)
+
+
 def test_a_moved_stage_is_refused(tree: Tree, finished: Path) -> None:
     tree["stages"].insert(0, {**tree["stages"][0], "name": "new"})
     with pytest.raises(UserError, match=r"this stage is now 02-learn\. Delete or rename"):

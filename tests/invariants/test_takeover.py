@@ -15,16 +15,18 @@ from support.gradients import (
     score_batch,
     take_gradients,
 )
+from support.remote_engine import RemoteEngine
 from support.small_runs import small_recipe
 from support.textbook import naive_loss
 
 from courtside.api import rescore, train
-from courtside.assemble import assemble
+from courtside.assemble import assemble, in_process
 from courtside.errors import RecipeError, RunError
 from courtside.report.alarms import check_empty_update
 from courtside.report.page.samples import render_scored_answer
 from courtside.report.page.transcript import Conversation
 from courtside.runtime import Runtime
+from courtside.training.loss_terms import preference_pairs
 from courtside.types import Scored
 
 ARITHMETIC = {"kind": "arithmetic"}
@@ -114,6 +116,29 @@ def test_pairs_at_forks_are_dpos(
     pairs = [members[f"{id}+{side}"] for id in drafts for side in ("better", "worse")]
     apart = [s for s in scored if s.trajectory.id not in members] + pairs[0::2] + pairs[1::2][::-1]
     check(parts, apart, pairs, losses)
+
+
+def test_pairs_of_forks_and_chosen_pairs_stay_apart(tiny_folder: Path, tiny_teacher_folder: Path):
+    losses = [{"kind": "preference", "beta": 0.4}]
+    recipe = single_turn(
+        tiny_folder,
+        tiny_teacher_folder,
+        losses=losses,
+        drafts=[{"kind": "choose", "by": "teacher_logp"}],
+        takeover=EVERYTHING | {"pair": True},
+    )
+    parts = make_float64(assemble(recipe))
+    trajectories = parts.rollout(parts.tasks.batch(0, 3), 0)
+    scored = parts.teacher(parts.drafts(trajectories).trajectories)
+    pairs = preference_pairs(scored[::-1])
+    chosen = [pair for pair in pairs if pair[0].trajectory.correction == "choose"]
+    assert len(pairs) == 6 + 3 and len(chosen) == 3
+    for better, worse in pairs:
+        assert better.trajectory.pair == worse.trajectory.pair
+        assert better.trajectory.task == worse.trajectory.task
+        if (better, worse) not in chosen:
+            assert better.trajectory.draft == worse.trajectory.draft
+    check(parts, scored, [s for pair in pairs for s in pair], losses)
 
 
 def test_pair_members_train_by_preferences_alone(tiny_folder: Path, tiny_teacher_folder: Path):
@@ -227,6 +252,20 @@ def test_the_readers_turn_is_taken_over_and_its_hints_train_too(
             assert s.teacher == f"self:{weights}" and not s.hints
         tokens = sum(s.trajectory.num_completion_tokens for s in takeovers)
         assert row["tokens/taken"] == tokens
+
+
+@pytest.mark.parametrize("make", [single_turn, episodes])
+def test_engines_elsewhere_take_over_alike(
+    make: Any, roomy_folder: Path, roomy_teacher_folder: Path
+) -> None:
+    """Through the engine protocol alone, as a server would."""
+    recipe = make(roomy_folder, roomy_teacher_folder)
+    scored = [
+        [s for s in score_batch(assemble(recipe, serve=serve)) if s.trajectory.draft is not None]
+        for serve in (in_process, RemoteEngine)
+    ]
+    ids = [[(s.trajectory.id, s.trajectory.token_ids) for s in batch] for batch in scored]
+    assert ids[0] == ids[1] and len(ids[0]) == 6
 
 
 def test_a_first_step_without_any_takeover_stops(

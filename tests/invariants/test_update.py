@@ -253,6 +253,31 @@ def test_cross_entropy_on_own_samples_must_be_asked_for(tiny_folder):
         small_recipe(tiny_folder, losses=[{"kind": "cross_entropy", "on": "student"}])
 
 
+@pytest.mark.parametrize("budget", [1, 8192])
+def test_a_kl_to_the_reference_in_the_reward(budget, tiny_folder):
+    """Also where a group's rewards are equal: there the KL alone is left."""
+    loss = {"kind": "policy_gradient", "advantage": "reward", "clip": [0.2, 0.3],
+            "zero_variance_groups": "drop"}  # fmt: skip
+    rewards = [{"kind": "grade"}, {"kind": "reference_kl", "weight": 0.3}]
+    recipe = small_recipe(
+        tiny_folder, losses=[loss], rewards=rewards, train={"micro_batch_tokens": budget}
+    )
+    parts = make_float64(assemble(recipe))
+    batch = [
+        replace(t, rewards={"grade": t.grade.score})
+        if t.task.id != "task-0"
+        else replace(t, grade=Grade(score=0.5, passed=False), rewards={"grade": 0.5})
+        for t in make_batch(parts)
+    ]
+    scored = parts.teacher(batch)
+    ours = check(parts, scored, [loss | {"reference_kl": 0.3}])
+    without, _ = naive_gradients(parts, scored, [loss])
+    assert max(float((ours[n] - without[n]).abs().max()) for n in ours) > 1e-4
+    update = parts.student.step(0, scored)
+    assert update.metrics["reward/zero_variance_groups"] == 1
+    assert update.metrics["kl_estimate/reference"] != 0
+
+
 def preference_recipe(student: Path, **changes: Any) -> Any:
     losses = [{"kind": "preference", "beta": 0.4}]
     tasks = {"kind": "arithmetic"}

@@ -182,6 +182,12 @@ policy_gradient.py
 + teacher_logp_T + (1 - lam)
 - advantage_T - baseline_T
 + advantage_T + baseline_T
+- (hinted_logp_T - wrong_logp_T).detach()
++ (wrong_logp_T - hinted_logp_T).detach()
++ hinted_logp_T - wrong_logp_T
+- (-weight * (sampler_logp_T - reference_logp_T)).detach()
++ (weight * (sampler_logp_T - reference_logp_T)).detach()
++ -weight * (sampler_logp_T - reference_logp_T)
 - (teacher_logp_T - sampler_logp_T).detach()
 + (sampler_logp_T - teacher_logp_T).detach()
 + teacher_logp_T - sampler_logp_T

@@ -20,7 +20,9 @@ from courtside.losses.policy_gradient import (
     SampledTokenLoss,
     gap_gate,
     group_advantage,
+    hint_contrast,
     policy_gradient,
+    reference_penalty,
     sampled_token_coefficients,
     teacher_gap,
     unlikely_advantage,
@@ -130,6 +132,48 @@ def test_teacher_gap_by_hand() -> None:
     close(teacher_gap(teacher, sampler), torch.tensor([1.5], dtype=torch.float64))
     with pytest.raises(ValueError, match="reference_logp_T"):
         teacher_gap(teacher, sampler, lam=1.5)
+
+
+def test_the_contrast_of_two_hints_is_a_difference_of_kls() -> None:
+    student_V, hinted_V, wrong_V = three_policies()
+    contrast_V = hint_contrast(hinted_V.clone().requires_grad_(), wrong_V)
+    assert not contrast_V.requires_grad
+    close(contrast_V, hinted_V - wrong_V)
+    student_logp_V = student_V.log_softmax(-1)
+
+    def gradient(advantage_V: Tensor) -> Tensor:
+        gradient_VV = gradients_by_token(
+            lambda logp_V: policy_gradient(logp_V, advantage_V), student_V
+        )
+        return expected(gradient_VV, student_logp_V)
+
+    difference_V = kl_gradient(student_V, hinted_V) - kl_gradient(student_V, wrong_V)
+    close(gradient(contrast_V), difference_V)
+    # With the gap in addition: the KL to q(hint)·(q(hint)/q(wrong))^γ.
+    target_V = (hinted_V + 0.7 * (hinted_V - wrong_V)).log_softmax(-1)
+    gap_V = teacher_gap(hinted_V, student_logp_V)
+    close(gradient(gap_V + 0.7 * contrast_V), kl_gradient(student_V, target_V))
+
+
+def test_the_penalty_of_a_reference_has_the_gradient_of_the_kl_to_it() -> None:
+    student_V, _, reference_V = three_policies()
+    student_logp_V = student_V.log_softmax(-1).requires_grad_()
+    advantage_V = reference_penalty(student_logp_V, reference_V, weight=0.3)
+    assert not advantage_V.requires_grad
+    close(advantage_V, -0.3 * (student_logp_V - reference_V).detach())
+    rewards_V = torch.randn(7, dtype=torch.float64)
+    gradient_VV = gradients_by_token(
+        lambda logp_V: policy_gradient(logp_V, rewards_V + advantage_V), student_V
+    )
+
+    def objective(student: list[Tensor]) -> Tensor:
+        reward = sum((p * r for p, r in zip(student, rewards_V, strict=True)), torch.zeros(()))
+        return 0.3 * textbook.reverse_kl(student, list(reference_V.exp())) - reward
+
+    close(expected(gradient_VV, student_logp_V.detach()), gradient_of(objective, student_V))
+    # k1: unbiased over what the policy samples.
+    kl = textbook.reverse_kl(list(student_logp_V.detach().exp()), list(reference_V.exp()))
+    close(student_logp_V.detach().exp() @ advantage_V, -0.3 * kl)
 
 
 @pytest.mark.parametrize("direction", ["endorsed", "rejected"])

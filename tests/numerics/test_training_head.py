@@ -55,6 +55,16 @@ MIXES: dict[str, list[tuple[dict[str, Any], list[float]]]] = {
     "baseline on some": [({**GAP, "baseline": True}, FIRST), (REWARD | {"name": "b"}, LAST)],
     "baseline beside a divergence": [({**GAP, "baseline": True}, ALL), (TOP_K, FIRST)],
     "preference": [({"kind": "preference"}, ALL)],
+    "contrast of two hints": [
+        ({**GAP, "advantage": "hint_contrast", "weight": 0.5}, ALL),
+        ({**GAP, "name": "b"}, FIRST),
+    ],
+    "contrasted target": [
+        ({**KL, "contrast": 0.8}, FIRST),
+        ({**KL, "name": "b"}, LAST),
+        ({**GAP}, ALL),
+    ],
+    "contrasted JSD": [({**KL, "divergence": "jsd", "beta": 0.4, "contrast": 2.0}, ALL)],
 }
 NOT_MIXES: dict[str, list[tuple[dict[str, Any], list[float]]]] = {
     "a cap on all tokens": [({**KL, "clip": 0.1}, ALL)],
@@ -122,6 +132,8 @@ def make_batch(terms: list[LossTerm], **options: Any) -> TokenBatch:
         advantage_CN={c.name: normal(N) for c in terms},
         teacher_head=make_head(7, 1, **options),
         reference_head=make_head(5, 2, **options),
+        wrong_logp_N=-normal(N).abs() - 1,
+        wrong_hidden_ND=normal(N, 7),
     )
 
 
@@ -160,6 +172,7 @@ def naive(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> d
     p_NV = log_probs(head, hidden_ND)
     q_NV = log_probs(batch.teacher_head, batch.teacher_hidden_ND).detach()
     ref_NV = log_probs(batch.reference_head, batch.reference_hidden_ND).detach()
+    wrong_NV = log_probs(batch.teacher_head, batch.wrong_hidden_ND).detach()
     logp_N = p_NV.gather(-1, batch.ids_N[:, None])[:, 0]
     kl_N, entropy_N, teacher_entropy_N = (
         x.sum(-1).detach() for x in (p_NV.exp() * (p_NV - q_NV), -p_NV.exp() * p_NV,
@@ -183,6 +196,9 @@ def naive(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> d
             if loss.extrapolate != 1:
                 lam = loss.extrapolate
                 target_NV = (lam * q_NV + (1 - lam) * ref_NV).log_softmax(-1)
+            if loss.contrast is not None:
+                log_ratio_NV = q_NV - wrong_NV
+                target_NV = (q_NV + loss.contrast * log_ratio_NV).log_softmax(-1)
             p_MV, t_MV = p_NV[on_N], target_NV[on_N]
             loss_M = divergence_by_hand(p_MV, t_MV, spec_of(loss))
             if loss.entropy_aware is not None:
@@ -195,6 +211,8 @@ def naive(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> d
             advantage_N = batch.advantage_CN.get(term.name)
             if loss.advantage == "unlikely":
                 advantage_N = -(batch.sampler_logp_N.exp() < loss.unlikely_below).to(logp_N.dtype)
+            if loss.advantage == "hint_contrast":
+                advantage_N = batch.teacher_logp_N - batch.wrong_logp_N
             if loss.advantage == "teacher_gap":
                 advantage_N = batch.teacher_logp_N - batch.sampler_logp_N
                 advantage_N = advantage_N + (kl_N if loss.baseline else 0)
@@ -231,6 +249,7 @@ def naive(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> d
     ours_N = batch.by_student_N
     gap_N, drift_N = batch.teacher_logp_N - logp_N.detach(), logp_N.detach() - batch.sampler_logp_N
     watched["kl_estimate"] = [(batch.sampler_logp_N - batch.teacher_logp_N)[ours_N & has_teacher_N]]
+    watched["kl_estimate/reference"] = [(batch.sampler_logp_N - batch.reference_logp_N)[ours_N]]
     watched["teacher_gap/mean"] = [gap_N[has_teacher_N]]
     watched["teacher_gap/negative"] = [(gap_N[has_teacher_N] < 0).double()]
     watched["sampler/logp_diff"] = [drift_N[ours_N].abs()]

@@ -96,5 +96,5 @@ def test_the_facts_are_those_of_their_script(tmp_path: Path) -> None:
         assert (tmp_path / file.relative_to(folder)).read_bytes() == file.read_bytes()
     facts = "".join(file.read_text() for file in folder.glob("facts/*.txt"))
     questions = [json.loads(line) for line in (folder / "questions.jsonl").open()]
-    assert len(questions) == 48
+    assert len(questions) == 40
     assert all(q["answer"] in facts and q["prompt"] not in facts for q in questions)

@@ -98,6 +98,8 @@ def naive_policy_gradient(
         if loss.get("scale_by_std"):
             advantage /= (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
         advantage_T = torch.full_like(mu_T, advantage)
+        if "reference_kl" in loss:  # the weight of that reward
+            advantage_T = advantage_T - loss["reference_kl"] * (mu_T - logps["ref_T"])
     else:
         lam = loss.get("extrapolate", 1.0)
         advantage_T = lam * logps["q_T"] + (1 - lam) * logps["ref_T"] - mu_T

@@ -218,7 +218,7 @@ def test_a_long_value_is_shortened() -> None:
             loss("policy_gradient", advantage="gae"),
             "losses[0].advantage",
             "'gae' is not known",
-            "use 'teacher_gap', 'reward' or 'unlikely'",
+            "use 'teacher_gap', 'reward', 'hint_contrast' or 'unlikely'",
         ),
         (
             {**loss("preference", normalize="turn"), "rollout": {"student_fraction": 0}},

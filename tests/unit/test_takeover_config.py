@@ -68,6 +68,13 @@ def test_what_works(changes: dict[str, Any]) -> None:
         ),
         (
             {
+                "teacher": {"kind": "self", "context": {"kind": "critique"}},
+                "drafts": [{"kind": "criticize"}],
+            },
+            "teacher.context.kind = 'critique' differs between a draft",
+        ),
+        (
+            {
                 "tasks": {"kind": "conversations", "path": "logs.jsonl"},
                 "rollout": {"student_fraction": 0},
             },
@@ -85,10 +92,10 @@ def test_what_works(changes: dict[str, Any]) -> None:
         ({"takeover": {"at": 1.5}}, "takeover.at"),
         ({"takeover": {"at": -1}}, "takeover.at"),
         ({"takeover": {"pair": True}}, "there is none. Add it, or remove pair"),
-        ({"losses": [PREFER]}, "takeover.pair = true"),
+        ({"losses": [PREFER]}, "or [takeover] with pair = true"),
         (
             {"takeover": {"pair": True}, "losses": [PREFER | {"on": "teacher"}]},
-            "written by the student and the teacher",
+            "on = 'teacher': a pair trains as a whole",
         ),
         ({"losses": [{"kind": "divergence", "on": "student"}]}, "no loss trains on what the"),
         ({"losses": [IMITATE, {"kind": "policy_gradient"}]}, "the student's own samples"),
@@ -166,6 +173,10 @@ def test_mixed_sampling_that_works(changes: dict[str, Any]) -> None:
             "teacher.context.kind = 'sibling' is known after an answer",
         ),
         ({"losses": [{"kind": "policy_gradient"}]}, "advantage = 'teacher_gap' takes the sampler"),
+        (
+            {"losses": [{"kind": "divergence", "gate": {}}]},
+            "losses[0]: gate compares the teacher with",
+        ),
         ({"losses": [REWARD | {"ratio": "none"}]}, "Use ratio = 'importance'"),
         ({"rollout": {"mixed_sampling": {"top_k": 0}}}, "rollout.mixed_sampling.top_k"),
         ({"rollout": {"mixed_sampling": {"fraction": 1.2}}}, "rollout.mixed_sampling.fraction"),

@@ -136,7 +136,9 @@ def assemble(
     reader: Reader = propose_no_hints
     if recipe.reader is not None:
         ask_self = partial(StudentClient, engine=engine, template=template, seed=recipe.seed)
-        reader = make_reader(recipe.reader, ask_self=ask_self, seed=recipe.seed)
+        reader = make_reader(
+            recipe.reader, ask_self=ask_self, seed=recipe.seed, contrast=recipe.hints.contrast
+        )
     return Runtime(
         recipe=recipe,
         tasks=tasks,

@@ -25,6 +25,7 @@ from courtside.recipe.drafts import (
     CriticizeConfig,
     DraftConfig,
     ModelQuestion,
+    NotedQuestion,
     RewriteConfig,
 )
 from courtside.rollout.episodes import replay_with_reply
@@ -59,18 +60,15 @@ class DraftFactory:
             case ChooseConfig():
                 return Chooser(config=config, rank=self._make_ranking(config, index))
             case RewriteConfig():
-                parse = parse_whole
-                if config.reply == "tagged":
-                    parse = partial(parse_tagged, tag="answer")
                 return Rewriter(
                     config=config,
-                    ask=self._make_interview(config, index, parse),
+                    ask=self._make_interview(config, index, _choose_parser(config, "answer")),
                     template=self.template,
                     check=self._make_check(),
                     context_length=self.context_length,
                 )
             case CriticizeConfig():
-                parse = partial(parse_tagged, tag="critique")
+                parse = _choose_parser(config, "critique")
                 return Critic(config=config, ask=self._make_interview(config, index, parse))
 
     def _make_ranking(self, config: ChooseConfig, index: int) -> Rank:
@@ -117,6 +115,10 @@ class DraftFactory:
         if self.environment is None:
             return partial(_check_answer, self.grade)
         return partial(_check_in_episode, self.environment)
+
+
+def _choose_parser(config: NotedQuestion, tag: str) -> Callable[[str], str | None]:
+    return parse_whole if config.reply == "whole" else partial(parse_tagged, tag=tag)
 
 
 def _check_answer(grade: Grader, draft: Trajectory, turn: int, reply: str) -> ReplyCheck:

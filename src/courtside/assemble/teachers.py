@@ -141,6 +141,8 @@ def find_reason_to_score_first(recipe: Recipe, student: Student, local: LocalEng
         return "hints.min_shift drops some by what they do"
     if hints.resamples:
         return "hints.resamples tries them first"
+    if hints.contrast is not None:
+        return "hints.contrast scores each turn twice"
     if hints.cumulative:
         return "hints.cumulative changes the context of later turns"
     if hints.position == "system":

@@ -21,7 +21,11 @@ def choose_contexts(
     if config.kind == "feedback":
         texts = {t.id: t.grade.feedback if t.grade else "" for t in trajectories}
     elif config.kind == "repair":
-        repairs = {t.draft: t.response for t in trajectories if t.correction == "rewrite"}
+        repairs = {
+            t.draft: t.response
+            for t in trajectories
+            if t.correction == "rewrite" and not t.is_pair_copy
+        }
         texts = {t.id: repairs.get(t.id) for t in trajectories}
     elif config.kind == "critique":
         texts = {t.id: t.critique for t in trajectories}

@@ -88,7 +88,7 @@ def courtside(
     pass
 
 
-COMMANDS = "train show evaluate report view rescore export recipes init schema"
+COMMANDS = "train show evaluate report view rescore export export_corrections recipes init schema"
 for name in COMMANDS.split():
     app.command()(getattr(commands, name))
 app.command()(experiment)

@@ -296,6 +296,30 @@ def export(
     typer.echo(f"Serve: {command}")
 
 
+def export_corrections(
+    run: RunArgument,
+    to: Annotated[Path, typer.Argument(metavar="FILE", help="The JSONL file; must be new.")],
+    format: Annotated[
+        Literal["pairs", "completions"],
+        typer.Option(
+            metavar="FORMAT",
+            help="pairs: prompt, chosen, rejected. completions: prompt, completion.",
+        ),
+    ] = "pairs",
+) -> None:
+    """Write a run's corrected drafts as JSON lines for other programs.
+
+    The format is the conversational one of TRL, which `datasets` loads and tasks of kind jsonl
+    read.
+    """
+    from courtside import api
+
+    done = api.export_corrections(run, to, format=format)
+    typer.echo(f"Written: {done.path} ({done.num_rows} rows of {len(done.steps)} stored steps)")
+    if done.num_skipped:
+        typer.echo(f"Left out: {done.num_skipped} without a text, or with that of their draft")
+
+
 def recipes() -> None:
     """List the built-in recipes."""
     from courtside.cli.tables import print_table, text_table

@@ -48,6 +48,27 @@ def teacher_gap(
     return advantage_T.detach()
 
 
+def hint_contrast(hinted_logp_T: Tensor, wrong_logp_T: Tensor) -> Tensor:
+    """A = log q(y|hint) − log q(y|wrong hint) of each token, detached.
+
+    What both hints say alike (that there is a hint, its tone) cancels. Where μ = π the expected
+    policy gradient is that of KL(π‖q(·|hint)) − KL(π‖q(·|wrong hint)), which has no minimum inside:
+    it ends at the token with the largest ratio. With `teacher_gap` in addition, γ times this is
+    that of the KL to q(·|hint)·(q(·|hint)/q(·|wrong hint))^γ, normalized.
+    """
+    return (hinted_logp_T - wrong_logp_T).detach()
+
+
+def reference_penalty(sampler_logp_T: Tensor, reference_logp_T: Tensor, *, weight: float) -> Tensor:
+    """−weight · (log μ − log ref) of each token, detached: what a KL to a reference adds to A.
+
+    Where μ = π its expected policy gradient is that of weight · KL(π‖ref) at each prefix. Its mean
+    is an unbiased estimate of −weight · KL(μ‖ref) ("k1"), which single tokens miss in both
+    directions.
+    """
+    return (-weight * (sampler_logp_T - reference_logp_T)).detach()
+
+
 def gap_gate(
     teacher_logp_T: Tensor,
     sampler_logp_T: Tensor,

@@ -9,7 +9,6 @@ from typing import Any
 
 from courtside.errors import RecipeError, TaskError
 from courtside.files import require_regular_file
-from courtside.pipeline.handover import checkpoint_sum
 from courtside.recipe import Recipe
 from courtside.recipe.builtin import find_data_path
 from courtside.recipe.load import parse_recipe
@@ -40,11 +39,13 @@ def collect_data_digests(recipe: Recipe) -> dict[str, str]:
 def collect_stage_digests(
     pipeline: Pipeline, stage: Stage, folder: PipelineFolder
 ) -> dict[str, str]:
-    """The checksums of the checkpoints that earlier stages hand to this one."""
+    """The checksums of the checkpoints that earlier stages hand to this one, of when those
+    ended, because checkpoints may be deleted once they are exported."""
     digests = {}
     for reference in stage.references:
-        path = folder.stage_path(pipeline.stage(reference.stage).folder_name)
-        digests[PREFIX + reference.stage] = checkpoint_sum(path) or "none"
+        record = folder.read_record(pipeline.stage(reference.stage).folder_name)
+        assert record is not None and record.checkpoint is not None, "stages run in order"
+        digests[PREFIX + reference.stage] = record.checkpoint
     return digests
 
 

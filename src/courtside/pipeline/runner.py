@@ -95,6 +95,8 @@ def _run_stage(
         gc.collect()  # the next stage loads models of its own
     if stage.gate is not None:
         _pass_gate(pipeline, stage, stage.gate, record, folder, console)
+    elif record.gate is not None:  # it had one when it ran
+        folder.write_record(name, replace(record, gate=None))
     write_pipeline_report(folder)
 
 

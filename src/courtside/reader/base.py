@@ -48,6 +48,8 @@ class CombinedReader:
     readers: Sequence[Reader]
     max_hints: int
     control: Control | None = None
+    pair: Callable[[Hints, Batch, int], ReaderOutput] | None = None
+    """Gives each hint a wrong one to be contrasted with; None: there are none."""
     seed: int = 0
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> ReaderOutput:
@@ -70,6 +72,10 @@ class CombinedReader:
             controlled = self.control(selected, list(proposed.values()), trajectories, self.seed)
             selected = list(controlled.hints)
             counts.update(controlled.counts)
+        if self.pair is not None:
+            paired = self.pair(selected, trajectories, self.seed)
+            selected = list(paired.hints)
+            counts.update(paired.counts)
         counts["accepted"] = len(selected)
         return ReaderOutput(hints=tuple(selected), counts=dict(sorted((+counts).items())))
 

@@ -129,6 +129,21 @@ def mirror_turn(hints: Hints, proposed: Hints, trajectories: Batch, seed: int) -
     return ReaderOutput(hints=tuple(relocated), counts={"dropped/no_mirror_turn": num_dropped})
 
 
+def pair_wrong_hints(
+    control: Control, hints: Hints, trajectories: Batch, seed: int
+) -> ReaderOutput:
+    """Each hint with the text that `control` would put in its place as its `wrong_text`. Where it
+    has none, the hint is dropped."""
+    swapped = control(hints, hints, trajectories, seed)
+    texts = {(hint.trajectory, hint.turn): hint.text for hint in swapped.hints}
+    paired = tuple(
+        replace(hint, wrong_text=texts[hint.trajectory, hint.turn])
+        for hint in hints
+        if (hint.trajectory, hint.turn) in texts
+    )
+    return ReaderOutput(hints=paired, counts=swapped.counts)
+
+
 CONTROLS: Mapping[str, Control] = {
     "random_turn": random_turn,
     "random_hint": random_hint,

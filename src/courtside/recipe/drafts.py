@@ -88,6 +88,19 @@ class NotedQuestion(ModelQuestion):
     stage wrote."""
     reference: str | None = None
     """Show a privileged field of the tasks, e.g. `solution`, or their `answer`."""
+    reply: Literal["tagged", "whole"] = "tagged"
+    """tagged: what counts is between <answer> and </answer>, or <critique> and </critique>. whole:
+    the whole reply counts, for small models that follow no such instruction; with a `prompt` that
+    asks for the text alone."""
+
+    @model_validator(mode="after")
+    def _check_reply(self) -> NotedQuestion:
+        if self.reply == "whole" and self.prompt is None:
+            raise ValueError(
+                "reply = 'whole': the built-in prompt asks for tags, which would be part of the "
+                "text; set a prompt that asks for the text alone"
+            )
+        return self
 
     @property
     def asks_teacher(self) -> bool:
@@ -103,9 +116,6 @@ class RewriteConfig(NotedQuestion):
     prompt."""
 
     kind: Literal["rewrite"]
-    reply: Literal["tagged", "whole"] = "tagged"
-    """tagged: the repair is between <answer> and </answer>. whole: it is the whole reply, for
-    models that write nothing else; with a `prompt` that asks for it."""
     require_better: bool = True
     """Drop repairs that are graded no better than their draft, or in which the environment reports
     an error, and do not repair drafts that pass. Where nothing grades, all are used."""
@@ -119,15 +129,6 @@ class RewriteConfig(NotedQuestion):
     @property
     def makes_pairs(self) -> bool:
         return self.pairs
-
-    @model_validator(mode="after")
-    def _check_reply(self) -> RewriteConfig:
-        if self.reply == "whole" and self.prompt is None:
-            raise ValueError(
-                "reply = 'whole': the built-in prompt asks for tags, which would be imitated; set "
-                "a prompt that asks for the corrected reply alone"
-            )
-        return self
 
 
 class CriticizeConfig(NotedQuestion):

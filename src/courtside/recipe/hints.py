@@ -30,6 +30,11 @@ class HintsConfig(Section):
     decoding; measures how good the hints are."""
     min_pass_rate: Fraction = 0.0
     """Fraction of these that must pass, or the hint is dropped and counted."""
+    contrast: Literal["random_hint", "other_kind"] | None = None
+    """Score each hinted turn with a wrong hint as well, for losses that contrast both (advantage =
+    'hint_contrast', or `contrast` of a divergence). random_hint: the text of another hint of the
+    batch. other_kind: of one that another rule gave. A hint for which the batch has no such text is
+    dropped and counted."""
     cumulative: bool = False
     """Whether the hints of earlier turns stay in the context of later ones."""
 
@@ -43,6 +48,10 @@ class HintsConfig(Section):
             )
         if self.min_pass_rate and not self.resamples:
             raise ValueError("min_pass_rate is a share of the resamples; set resamples, too")
+        if self.contrast is not None and self.cumulative:
+            raise ValueError(
+                "contrast scores each turn under one hint alone; set cumulative = false"
+            )
         if self.resamples and self.cumulative:
             raise ValueError("resamples are written under one hint alone; set cumulative = false")
         if self.role is not None and self.position != "before_turn":

@@ -114,6 +114,9 @@ class DivergenceLoss(LossBase):
     entropy_aware: EntropyAware | None = None
     extrapolate: PositiveFloat = 1.0
     """λ: the target is q^λ · ref^(1−λ), normalized; above 1 it extrapolates beyond the teacher."""
+    contrast: PositiveFloat | None = None
+    """γ, with hints.contrast: the target is q(·|hint) · (q(·|hint) / q(·|wrong hint))^γ,
+    normalized, which strengthens what this hint says and another does not."""
     gate: GapGate | None = None
     """Weigh the student's sampled tokens by the teacher's gap. Unset: all count the same."""
 
@@ -126,6 +129,13 @@ class DivergenceLoss(LossBase):
             )
         if self.against == "reference" and self.gate is not None:
             raise ValueError("gate is by the teacher's gap; use against = 'teacher' with it")
+        if self.contrast is not None and (
+            self.extrapolate != 1.0 or self.against == "reference" or self.support.kind == "top_k"
+        ):
+            raise ValueError(
+                "contrast needs the teacher's whole distributions under two hints; use it with "
+                "against = 'teacher' and support = { kind = 'full' }, and without extrapolate"
+            )
         for name, value in (("beta", self.beta), ("alpha", self.alpha)):
             if value is not None and name in self.parameters:
                 raise ValueError(f"{name} is set twice; remove it from `parameters`")
@@ -151,6 +161,7 @@ class PolicyGradientLoss(LossBase):
     kind: Literal["policy_gradient"]
     advantage: str = "teacher_gap"
     """teacher_gap: log q − log μ of each token. reward: the grade against the group's mean.
+    hint_contrast: log q(·|hint) − log q(·|wrong hint), on hinted turns with hints.contrast.
     unlikely: −1 for tokens that the student itself found unlikely, 0 for others; a control without
     any teacher (arXiv 2608.31046)."""
     ratio: Literal["importance", "none"] = "importance"
@@ -191,7 +202,7 @@ class PolicyGradientLoss(LossBase):
     @field_validator("advantage")
     @classmethod
     def _check_advantage(cls, value: str) -> str:
-        if value in ("teacher_gap", "reward", "unlikely"):
+        if value in ("teacher_gap", "reward", "hint_contrast", "unlikely"):
             return value
         if "top_k" in value or "divergence" in value or "kl" in value:
             raise ValueError(
@@ -199,7 +210,9 @@ class PolicyGradientLoss(LossBase):
                 "sampled token, so as an advantage its expected gradient is zero. Use a loss of "
                 "kind = 'divergence' to push on whole distributions, or advantage = 'teacher_gap'"
             )
-        raise ValueError(f"{value!r} is not known; use 'teacher_gap', 'reward' or 'unlikely'")
+        raise ValueError(
+            f"{value!r} is not known; use 'teacher_gap', 'reward', 'hint_contrast' or 'unlikely'"
+        )
 
     @model_validator(mode="after")
     def _combinations(self) -> PolicyGradientLoss:

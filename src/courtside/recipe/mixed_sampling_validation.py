@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import NoneType
 
 from courtside.recipe.recipe import Recipe
-from courtside.recipe.teacher import CustomTeacherConfig, FeedbackContext, SiblingContext
+from courtside.recipe.teacher import CustomTeacherConfig, FieldContext, SystemContext
 
 
 def find_mixed_sampling_problems(recipe: Recipe) -> Iterator[str]:
@@ -36,6 +37,12 @@ def find_mixed_sampling_problems(recipe: Recipe) -> Iterator[str]:
             )
     yield from _teacher_problems(recipe, field)
     for index, loss in enumerate(recipe.losses):
+        if loss.kind == "divergence" and loss.gate is not None:
+            yield (
+                f"losses[{index}]: gate compares the teacher with the probability that the student "
+                f"sampled a token with, and with {field} it is that of the mixture. Remove one of "
+                "the two"
+            )
         if loss.kind != "policy_gradient":
             continue
         if loss.advantage != "reward":
@@ -60,7 +67,7 @@ def _teacher_problems(recipe: Recipe, field: str) -> Iterator[str]:
             "with the student. Use teacher.kind = 'self' or 'model'"
         )
     for teacher in recipe.model_teachers:
-        if isinstance(teacher.context, (FeedbackContext, SiblingContext)):
+        if not isinstance(teacher.context, (SystemContext, FieldContext, NoneType)):
             yield (
                 f"{field}: teacher.context.kind = {teacher.context.kind!r} is known after an "
                 "answer, and the teacher is needed while it is sampled. Use kind = 'system' or "

@@ -102,13 +102,13 @@ class Recipe(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a loss compares with the student before training."""
+        """Whether a loss or reward compares with the student before training."""
         return any(
             loss.kind == "preference"
             or getattr(loss, "extrapolate", 1.0) != 1.0
             or getattr(loss, "against", "teacher") == "reference"
             for loss in self.losses
-        )
+        ) or any(reward.kind == "reference_kl" for reward in self.rewards)
 
     @property
     def trains_on_data(self) -> bool:

@@ -21,6 +21,11 @@ def find_reward_problems(recipe: Recipe) -> Iterator[str]:
             "rewards: no loss uses them; add a loss of kind = 'policy_gradient' with advantage = "
             "'reward', or remove the section"
         )
+    if recipe.rewards and all(reward.kind == "reference_kl" for reward in recipe.rewards):
+        yield (
+            "rewards: reference_kl alone rewards nothing. Add kind = 'grade', or use a loss of "
+            "kind = 'divergence' with against = 'reference'"
+        )
     longest = recipe.rollout.max_new_tokens
     for index, reward in enumerate(recipe.rewards):
         is_single_turn = not recipe.tasks.is_environment
@@ -61,4 +66,27 @@ def find_gate_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
         yield (
             "gate is defined on the student's own samples; set on = 'student', or "
             "rollout.student_fraction = 1"
+        )
+
+
+def find_contrast_problems(recipe: Recipe) -> Iterator[str]:
+    """Losses that contrast two hints, and the wrong hints for them."""
+    is_used = False
+    for index, loss in enumerate(recipe.losses):
+        contrasts_tokens = loss.kind == "policy_gradient" and loss.advantage == "hint_contrast"
+        if not contrasts_tokens and (loss.kind != "divergence" or loss.contrast is None):
+            continue
+        is_used = True
+        option = "advantage = 'hint_contrast'" if contrasts_tokens else "contrast"
+        if loss.on != "hinted_turns":
+            yield f"losses[{index}]: {option} is defined on hinted turns; set on = 'hinted_turns'"
+        elif recipe.hints.contrast is None:
+            yield (
+                f"losses[{index}]: {option} needs a wrong hint for each turn; set hints.contrast = "
+                "'random_hint' or 'other_kind'"
+            )
+    if recipe.hints.contrast is not None and not is_used:
+        yield (
+            "hints.contrast: no loss contrasts two hints; add one with advantage = "
+            "'hint_contrast', or remove it"
         )

@@ -62,6 +62,15 @@ class LengthReward(RewardBase):
         return self
 
 
+class ReferenceKLReward(RewardBase):
+    """Each token's own −(log μ − log ref), added to its advantage: a pull to the student before
+    training. Not compared within a prompt."""
+
+    kind: Literal["reference_kl"]
+    weight: PositiveFloat = 0.01
+    """β, the strength of the pull."""
+
+
 class CustomReward(RewardBase):
     """A function of your own: see docs/rewards.md."""
 
@@ -76,6 +85,6 @@ class CustomReward(RewardBase):
 
 
 Reward = Annotated[
-    GradeReward | FormatReward | LengthReward | CustomReward,
+    GradeReward | FormatReward | LengthReward | ReferenceKLReward | CustomReward,
     Field(discriminator="kind"),
 ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import NoneType
 
 from courtside.recipe.recipe import Recipe
 from courtside.recipe.takeover import TakeoverConfig
-from courtside.recipe.teacher import CustomTeacherConfig, FeedbackContext, SiblingContext
+from courtside.recipe.teacher import CustomTeacherConfig, FieldContext, SystemContext
 
 
 def find_takeover_problems(recipe: Recipe) -> Iterator[str]:
@@ -55,7 +56,7 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
             "'self' or 'model', or remove [takeover]"
         )
     for teacher in recipe.model_teachers:
-        if isinstance(teacher.context, (FeedbackContext, SiblingContext)):
+        if not isinstance(teacher.context, (SystemContext, FieldContext, NoneType)):
             yield (
                 f"takeover: teacher.context.kind = {teacher.context.kind!r} differs between a "
                 "draft and what the teacher makes of it, so the teacher would score its tokens in "

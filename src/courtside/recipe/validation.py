@@ -19,6 +19,7 @@ from courtside.recipe.reader import (
 )
 from courtside.recipe.recipe import Recipe
 from courtside.recipe.reward_validation import (
+    find_contrast_problems,
     find_gate_problems,
     find_reward_problems,
     find_route_problems,
@@ -86,11 +87,17 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
     yield from find_draft_problems(recipe)
+    yield from find_contrast_problems(recipe)
     yield from _size_problems(recipe)
     if recipe.evaluate.collateral and recipe.evaluate.temperature == 0:
         yield (
             "evaluate.collateral is a mean over what the student samples, and evaluate.temperature "
             "= 0 samples nothing. Use a temperature above 0"
+        )
+    if not recipe.evaluate.before and (recipe.tasks.is_environment or recipe.evaluate.collateral):
+        yield (
+            "evaluate.before = false: errors of episodes and evaluate.collateral are compared with "
+            "the evaluation before training. Set it to true"
         )
     if recipe.train.budget and recipe.train.lr_schedule != "constant":
         yield (
@@ -101,11 +108,6 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
         yield (
             "train.max_teacher_tokens: the recipe has no teacher and no reference, so that none "
             "would be spent. Use train.max_student_tokens"
-        )
-    if not recipe.evaluate.before and (recipe.tasks.is_environment or recipe.evaluate.collateral):
-        yield (
-            "evaluate.before = false: errors of episodes and evaluate.collateral are compared with "
-            "the evaluation before training. Set it to true"
         )
     if recipe.train.warmup_steps >= recipe.train.steps:
         yield "train.warmup_steps must be smaller than train.steps"
@@ -135,7 +137,7 @@ def _size_problems(recipe: Recipe) -> Iterator[str]:
 
 def _needs_teacher(loss: Loss) -> bool:
     return (loss.kind == "divergence" and loss.against == "teacher") or (
-        loss.kind == "policy_gradient" and loss.advantage == "teacher_gap"
+        loss.kind == "policy_gradient" and loss.advantage in ("teacher_gap", "hint_contrast")
     )
 
 
@@ -383,11 +385,15 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
 def _control_problems(recipe: Recipe, reader: ReaderConfig) -> Iterator[str]:
     """Of controls that would drop every hint."""
     sources = _hint_sources(reader)
-    if reader.control == "other_kind" and sources is not None and len(sources) < 2:
-        yield (
-            "reader.control = 'other_kind' exchanges hints of different rules, and this reader has "
-            "one kind of hint. Add a rule, or use control = 'random_hint'"
-        )
+    for field, choice in (
+        ("reader.control", reader.control),
+        ("hints.contrast", recipe.hints.contrast),
+    ):
+        if choice == "other_kind" and sources is not None and len(sources) < 2:
+            yield (
+                f"{field} = 'other_kind' exchanges hints of different rules, and this reader has "
+                f"one kind of hint. Add a rule, or use {field.partition('.')[2]} = 'random_hint'"
+            )
     tells_decisions = recipe.tasks.is_environment and recipe.tasks.kind != "toolbox"
     if reader.control == "mirror_turn" and not (tells_decisions or recipe.tasks.is_recorded):
         yield (

@@ -69,17 +69,6 @@ def compute_metrics(
     return row | dict(update.metrics)
 
 
-def compute_costs(seconds: Mapping[str, float], cost: StepCost | None) -> Row:
-    """What a step took: seconds by phase, and where they were counted tokens and FLOPs."""
-    row: Row = {}
-    row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
-    if cost is not None:
-        row["cost/student_tokens"] = cost.student_tokens
-        row["cost/teacher_tokens"] = cost.teacher_tokens
-        row["cost/flops"] = cost.flops
-    return row
-
-
 def reward_metrics(trajectories: Sequence[Trajectory]) -> Row:
     """Of each reward of the recipe, not weighted; empty where it has none."""
     row: Row = {}
@@ -96,6 +85,17 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> Row:
             row[f"reward/{name}/mean"] = sum(values) / len(values)
             row[f"reward/{name}/varied"] = num_varied / len(groups)
         row[f"reward/{name}/errors"] = len(rewarded) - len(values)
+    return row
+
+
+def compute_costs(seconds: Mapping[str, float], cost: StepCost | None) -> Row:
+    """What a step took: seconds by phase, and where they were counted tokens and FLOPs."""
+    row: Row = {}
+    row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
+    if cost is not None:
+        row["cost/student_tokens"] = cost.student_tokens
+        row["cost/teacher_tokens"] = cost.teacher_tokens
+        row["cost/flops"] = cost.flops
     return row
 
 

@@ -125,7 +125,9 @@ class AnswerContinuation:
             if limit < 1
         }
         waiting = {i: limit for i, limit in limits.items() if limit >= 1}
-        self.progress.phase = PhaseProgress(total=len(waiting), unit="take-overs")
+        self.progress.phase = PhaseProgress(
+            total=len(waiting), unit="take-overs", max_tokens=max(waiting.values(), default=0)
+        )
         with teacher.weights():
             while waiting:
                 # A call has one limit: those that it would take out of the context wait for a

@@ -40,7 +40,7 @@ class Takeover:
         for draft in trajectories:
             if not is_selected(draft, self.config):
                 continue
-            fork = self._locate(draft, hints)
+            fork = self._locate(clear_marks(draft), hints)
             if isinstance(fork, str):
                 outcomes[draft.id] = TakeoverOutcome(turn=None, drop_reason=fork)
                 continue
@@ -67,11 +67,16 @@ class Takeover:
 
 def is_selected(draft: Trajectory, config: TakeoverConfig) -> bool:
     """Only what the student sampled to its end can be taken over."""
-    if draft.source != "student" or draft.correction is not None or draft.fault is not None:
+    if draft.source != "student" or draft.is_pair_copy or draft.fault is not None:
         return False
     if config.select == "failed":
         return draft.grade is not None and not draft.grade.passed
     return config.select == "all" or any(turn.events for turn in draft.turns)
+
+
+def clear_marks(draft: Trajectory) -> Trajectory:
+    """The draft without what other stages noted on it, which does not hold for its take-over."""
+    return replace(draft, preference=None, pair=None, critique=None, num_replaced=None, rewards={})
 
 
 # ── forks ────────────────────────────────────────────────────────────────────────────────────────
@@ -148,7 +153,6 @@ def make_trajectories(fork: Fork, continuation: Continuation, *, pair: bool) -> 
         id=f"{draft_id}+takeover",
         source="teacher",
         policy_version=None,
-        num_replaced=None,
         draft=draft_id,
         correction="takeover",
     )
@@ -171,7 +175,6 @@ def make_side(
         id=f"{fork.draft.id}+{preference}",
         turns=(*fork.trunk, replace(turn, completion_mask=mask, sampler_logp=logp)),
         preference=preference,
-        num_replaced=None,
         pair=f"{fork.draft.id}+takeover",
         draft=fork.draft.id,
         correction="takeover",

@@ -28,10 +28,12 @@ RewardFunction = Callable[[Trajectory], float | None]
 
 
 def load_rewards(rewards: Sequence[Reward], names: Sequence[str]) -> Mapping[str, RewardFunction]:
-    """By name; user code is imported and its signature checked."""
+    """By name; user code is imported and its signature checked. What is a reward of single tokens,
+    which the update computes, is left out."""
     return {
         name: _load_reward(reward, name, f"rewards[{index}]")
         for index, (reward, name) in enumerate(zip(rewards, names, strict=True))
+        if reward.kind != "reference_kl"
     }
 
 

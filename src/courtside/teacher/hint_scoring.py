@@ -6,7 +6,8 @@ teach nothing: it is dropped, and stays in the report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from operator import itemgetter
@@ -44,6 +45,8 @@ class SplicedHints:
 
     branches: Mapping[int, tuple[Hint, Branch]]
     dropped: tuple[HintOutcome, ...]
+    wrong: Mapping[int, Branch]
+    """With the wrong hint of each of these turns, in the same order; empty: they have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class HintedScores:
     """Those whose hints train, in order."""
     scores: Scores | None = None
     """Of the completion tokens of `turns`, under their hints; None: no hint trains."""
+    wrong_scores: Scores | None = None
+    """The same under their wrong hints; None: they have none."""
     num_tokens: int = 0
     """Tokens that were scored in addition to the trajectory."""
 
@@ -139,7 +144,10 @@ class HintScorer:
         requests = [
             BranchRequest(
                 token_ids=trajectory.token_ids,
-                branches=tuple(branch for _, branch in hints.branches.values()),
+                branches=(
+                    *(branch for _, branch in hints.branches.values()),
+                    *hints.wrong.values(),
+                ),
                 scored=_mask_turns(trajectory, hints.branches),
                 temperature=trajectory.temperature,
             )
@@ -155,37 +163,52 @@ class HintScorer:
                 continue
             score = next(scores)
             assert score.trunk is not None
+            num_hints = len(hints.branches)
+            sizes = Counter({turn: len(b.token_ids) for turn, (_, b) in hints.branches.items()})
+            sizes.update({turn: len(branch.token_ids) for turn, branch in hints.wrong.items()})
             results[trajectory.id] = self._judge(
                 trajectory,
                 {turn: hint for turn, (hint, _) in hints.branches.items()},
                 score.trunk.logp_T,
-                dict(zip(hints.branches, score.branches, strict=True)),
+                dict(zip(hints.branches, score.branches[:num_hints], strict=True)),
+                wrong=dict(zip(hints.wrong, score.branches[num_hints:], strict=True)),
                 dropped=hints.dropped,
-                sizes={turn: len(branch.token_ids) for turn, (_, branch) in hints.branches.items()},
+                sizes=sizes,
                 passed=passed,
             )
         return results
 
     def _splice(self, trajectory: Trajectory, hints: Sequence[Hint]) -> SplicedHints:
-        dropped, branches = [], {}
+        dropped: list[HintOutcome] = []
+        branches: dict[int, tuple[Hint, Branch]] = {}
+        wrong: dict[int, Branch] = {}
         for hint in hints:
+            texts = (
+                [hint] if hint.wrong_text is None else [hint, replace(hint, text=hint.wrong_text)]
+            )
             try:
-                branch = splice_hint(
-                    trajectory,
-                    hint,
-                    self.template,
-                    place=self.settings.position,
-                    role=self.settings.role or "user",
-                    max_tokens=self.engine.context_length,
-                )
+                pair = [self._splice_one(trajectory, text) for text in texts]
             except SpliceError as error:
                 dropped.append(HintOutcome(hint=hint, shift=None, drop_reason=error.reason))
                 continue
-            if branch.splice + len(branch.token_ids) > self.engine.context_length:
-                dropped.append(HintOutcome(hint=hint, shift=None, drop_reason="too_long"))
-            else:
-                branches[hint.turn] = hint, branch
-        return SplicedHints(branches=branches, dropped=tuple(dropped))
+            branches[hint.turn] = hint, pair[0]
+            wrong |= {branch.turn: branch for branch in pair[1:]}
+        assert not wrong or wrong.keys() == branches.keys(), "a wrong hint for each, or for none"
+        return SplicedHints(branches=branches, dropped=tuple(dropped), wrong=wrong)
+
+    def _splice_one(self, trajectory: Trajectory, hint: Hint) -> Branch:
+        branch = splice_hint(
+            trajectory,
+            hint,
+            self.template,
+            place=self.settings.position,
+            role=self.settings.role or "user",
+            max_tokens=self.engine.context_length,
+        )
+        length = branch.splice + len(branch.token_ids)
+        if length > self.engine.context_length:
+            raise SpliceError("too_long", hint, f"{length} tokens with it")
+        return branch
 
     # ── all hints of a trajectory in one sequence ────────────────────────────────────────────────
 
@@ -256,8 +279,10 @@ class HintScorer:
         dropped: Sequence[HintOutcome],
         sizes: Mapping[int, int],
         passed: Mapping[tuple[str, int], float] | None = None,
+        wrong: Mapping[int, Scores] | None = None,
     ) -> HintedScores:
-        """`plain_T`: log-probs of the hinted turns without hints; `hinted`, `sizes`: by turn."""
+        """`plain_T`: log-probs of the hinted turns without hints; `hinted`, `sizes`, `wrong`: by
+        turn."""
         lengths = [sum(trajectory.turns[turn].completion_mask) for turn in sorted(hints)]
         plain = dict(zip(sorted(hints), torch.split(plain_T, lengths), strict=True))
         judged = {
@@ -276,7 +301,8 @@ class HintScorer:
         return HintedScores(
             outcomes=tuple(outcomes),
             turns=turns,
-            scores=_map_scores(lambda *parts: torch.cat(parts), *(hinted[turn] for turn in turns)),
+            scores=_concatenate(hinted[turn] for turn in turns),
+            wrong_scores=_concatenate(wrong[turn] for turn in turns) if wrong else None,
             num_tokens=sum(sizes[turn] for turn in turns),
         )
 
@@ -297,6 +323,10 @@ def _map_scores(function: Callable[..., Tensor], *parts: Scores) -> Scores | Non
     columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(Scores)}
     mapped: dict[str, Any] = {k: v[0] if v[0] is None else function(*v) for k, v in columns.items()}
     return Scores(**mapped)
+
+
+def _concatenate(parts: Iterable[Scores]) -> Scores | None:
+    return _map_scores(lambda *columns: torch.cat(columns), *parts)
 
 
 def _split_scores(scores: Scores, whole: SplicedTrajectory) -> dict[int, Scores]:

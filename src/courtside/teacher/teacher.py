@@ -169,6 +169,10 @@ class Teacher:
                     result.scores, head, context=s.hint_context,
                     num_tokens=result.num_tokens, token_indices=indices,
                 )  # fmt: skip
+                if (wrong := result.wrong_scores) is not None:
+                    target = replace(
+                        target, wrong_logp_T=wrong.logp_T, wrong_hidden_TD=wrong.hidden_TD
+                    )
                 s = replace(s, target=target)
             scored[trajectory.id] = s
         return scored

@@ -25,9 +25,11 @@ class RewardAdvantages:
     """By trajectory id: the advantage of each completion token."""
     zero_variance: frozenset[str]
     """Ids of trajectories in groups where every advantage is 0: equal rewards, and no turn that
-    answers for an error of its own. They train nothing."""
+    answers for an error of its own. They train nothing; empty with a reward of single tokens."""
     mean: float | None
     """Of the rewards; None: no trajectory has one."""
+    reference_kl: float
+    """β of −β·(log μ − log ref), which the update adds to the advantage of each token; 0: none."""
     num_groups: int
     num_zero_variance_groups: int
 
@@ -36,6 +38,8 @@ def compute_advantages(
     loss: PolicyGradientLoss, on: Sequence[Scored], rewards: Mapping[str, Reward]
 ) -> RewardAdvantages:
     """A group is all trajectories of one task. `rewards`: by name; empty: the grade counts."""
+    reference_kl = sum(r.weight for r in rewards.values() if r.kind == "reference_kl")
+    rewards = {name: r for name, r in rewards.items() if r.kind != "reference_kl"}
     # Without a reward (a bug ended the episode, or user code raised) there is nothing to compare.
     totals = {s.trajectory.id: sum_rewards(s.trajectory, rewards) for s in on}
     compared = [s.trajectory for s in on if totals[s.trajectory.id] is not None]
@@ -51,7 +55,8 @@ def compute_advantages(
     flat_groups = [ids for ids in groups.values() if not any(any(by_token[id]) for id in ids)]
     return RewardAdvantages(
         by_token=by_token,
-        zero_variance=frozenset(id for ids in flat_groups for id in ids),
+        zero_variance=frozenset(id for ids in flat_groups if not reference_kl for id in ids),
+        reference_kl=reference_kl,
         mean=sum(totals[t.id] or 0.0 for t in compared) / len(compared) if compared else None,
         num_groups=len(groups),
         num_zero_variance_groups=len(flat_groups),
@@ -69,6 +74,11 @@ def sum_rewards(trajectory: Trajectory, rewards: Mapping[str, Reward]) -> float 
                 "on the tasks, or use advantage = 'teacher_gap'"
             )
         return trajectory.grade.score
+    if missing := rewards.keys() - trajectory.rewards.keys():
+        raise TaskError(
+            f"trajectory {trajectory.id} was sampled without the reward {sorted(missing)[0]!r}; "
+            "use the rewards that it was sampled with"
+        )
     values = {name: trajectory.rewards[name] for name in rewards}
     if None in values.values():
         return None

@@ -37,7 +37,7 @@ from courtside.training.token_batch import TokenBatch
 CastWeights = dict[tuple[int, int], tuple[Tensor, Tensor | None]]
 """Weight and bias by module and vocabulary size, in the dtype of the matmuls."""
 Mask = NDArray[np.bool_]
-TargetName = Literal["teacher", "reference", "extrapolated"]
+TargetName = Literal["teacher", "reference", "extrapolated", "contrasted"]
 FORWARD_KL = DivergenceSpec(name="forward_kl")
 
 
@@ -111,8 +111,9 @@ def _group_positions(batch: TokenBatch, terms: Sequence[LossTerm]) -> list[Posit
         loss = term.loss
         if loss.kind == "divergence":
             target: TargetName = "extrapolated" if loss.extrapolate != 1.0 else loss.against
+            target = "contrasted" if loss.contrast is not None else target
             divergences.append((on_N, term, target))
-            needs_teacher_N = needs_teacher_N | (on_N & (target == "extrapolated"))
+            needs_teacher_N = needs_teacher_N | (on_N & (target in ("extrapolated", "contrasted")))
         elif loss.kind == "policy_gradient" and loss.baseline:
             needs_teacher_N = needs_teacher_N | on_N
     # Teacher first: where a position is compared with it, metrics and baseline are against it.
@@ -247,6 +248,10 @@ def _target(batch: TokenBatch, group: PositionGroup, cast_weights: CastWeights) 
     if group.target == "teacher":
         return teacher
     assert group.term is not None and group.term.loss.kind == "divergence"
+    if (contrast := group.term.loss.contrast) is not None:
+        # Away from the wrong hint as an extrapolation goes away from the reference.
+        wrong = project(batch.wrong_hidden_ND, batch.teacher_head)
+        return Extrapolation(teacher=teacher, reference=wrong, lam=1 + contrast)
     reference = project(batch.reference_hidden_ND, batch.reference_head)
     return Extrapolation(teacher=teacher, reference=reference, lam=group.term.loss.extrapolate)
 

@@ -163,7 +163,7 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
     if loss.kind == "divergence" and loss.against == "reference":
         return where if scored.reference is not None else none
     if loss.kind == "divergence" or (
-        loss.kind == "policy_gradient" and loss.advantage == "teacher_gap"
+        loss.kind == "policy_gradient" and loss.advantage in ("teacher_gap", "hint_contrast")
     ):
         harmful = scored.harmful_turns
         columns = zip(where, scored.target_mask, trajectory.turn_of, strict=True)

@@ -133,6 +133,9 @@ def record_token_metrics(batch: TokenBatch, logp_N: Tensor, metrics: MetricAccum
     drift_N = logp_N - batch.sampler_logp_N
     kl_estimate_N = batch.sampler_logp_N - batch.teacher_logp_N
     metrics.mean("kl_estimate", kl_estimate_N, where=by_student_N & has_teacher_N)
+    has_reference_N = by_student_N & ~batch.reference_logp_N.isnan()
+    reference_gap_N = batch.sampler_logp_N - batch.reference_logp_N
+    metrics.mean("kl_estimate/reference", reference_gap_N, where=has_reference_N)
     metrics.mean("teacher_gap/mean", gap_N, where=has_teacher_N)
     metrics.mean("teacher_gap/negative", gap_N < 0, where=has_teacher_N)
     metrics.mean("sampler/logp_diff", drift_N.abs(), where=by_student_N)

@@ -15,6 +15,8 @@ from courtside.engines.forward.batching import SequenceSpan, tensor_on
 from courtside.losses.policy_gradient import (
     SampledTokenLoss,
     gap_gate,
+    hint_contrast,
+    reference_penalty,
     teacher_gap,
     unlikely_advantage,
 )
@@ -48,6 +50,9 @@ class TokenBatch:
     teacher_top_ids_NK: Tensor | None = None
     """The teacher's most likely tokens in place of its hidden states, most likely first."""
     teacher_top_logp_NK: Tensor | None = None
+    wrong_logp_N: Tensor | None = None
+    wrong_hidden_ND: Tensor | None = None
+    """The teacher's under wrong hints; None: no loss contrasts two hints."""
     gate_CN: Mapping[str, Tensor] = field(default_factory=dict)
     """By loss term with a gate: the factor of its weights; NaN where it does not train."""
 
@@ -100,9 +105,16 @@ class TokenBatch:
                 reference_logp_T=self.reference_logp_N if loss.extrapolate != 1.0 else None,
                 lam=loss.extrapolate,
             )
+        elif loss.advantage == "hint_contrast":
+            assert self.wrong_logp_N is not None, "the recipe asks for wrong hints"
+            advantage_N = hint_contrast(self.teacher_logp_N, self.wrong_logp_N)
         elif loss.unlikely_below is not None:
             advantage_N = unlikely_advantage(self.sampler_logp_N, below=loss.unlikely_below)
         assert advantage_N is not None
+        if term.rewards is not None and term.rewards.reference_kl:
+            advantage_N = advantage_N + reference_penalty(
+                self.sampler_logp_N, self.reference_logp_N, weight=term.rewards.reference_kl
+            )
         return SampledTokenLoss(
             weight_N=weight_N,
             advantage_N=advantage_N,
@@ -164,6 +176,7 @@ def make_token_batch(
 
     targets = [s.target for s in group]
     references = [s.reference for s in group]
+    wrong_logp_N = gather(targets, "wrong_logp_T", math.nan)
     return TokenBatch(
         hidden_ND=hidden_ND,
         ids_N=tensor_on([*ids], dtype=torch.long, device=device),
@@ -180,6 +193,8 @@ def make_token_batch(
         reference_head=next((target.head for target in references if target is not None), None),
         teacher_top_ids_NK=gather(targets, "top_ids_TK"),
         teacher_top_logp_NK=gather(targets, "top_logp_TK"),
+        wrong_logp_N=None if wrong_logp_N is None else wrong_logp_N.to(dtype),
+        wrong_hidden_ND=gather(targets, "wrong_hidden_TD"),
     )
 
 

@@ -110,7 +110,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"drafts": [REWRITE | {"turn": "last"}], "losses": [IMITATE], "teacher": TEACHER},
      r"turn is of episodes"),
     ({"drafts": [REWRITE | {"reply": "whole"}], "losses": [IMITATE], "teacher": TEACHER},
-     r"asks for tags, which would be imitated"),
+     r"asks for tags, which would be part"),
     ({"drafts": [REWRITE | {"prompt": "Fix it."}], "losses": [IMITATE], "teacher": TEACHER},
      r"needs the slot \{draft\}"),
     ({"drafts": [REWRITE | {"prompt": "{draft} {answer}"}], "losses": [IMITATE],

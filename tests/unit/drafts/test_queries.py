@@ -62,6 +62,18 @@ def test_few_failures_do_not_stop_it_unless_all_fail() -> None:
     assert interview(lambda n: FAILED)([]).answers == {}
 
 
+def test_a_client_may_give_up_when_the_run_will_stop_in_any_case() -> None:
+    limits: list[int] = []
+
+    def client(queries: Sequence[Query], *, max_failures: int) -> list[Answer | Failure]:
+        limits.append(max_failures)
+        return [reply("good")] * len(queries)
+
+    for fraction in (0.0, 0.5, 0.75, 1.0):
+        Interview(client=client, parse=parse_whole, name="d", max_fraction=fraction)(QUERIES)
+    assert limits == [2, 2, 3, 4]
+
+
 def test_failures_add_up_over_steps() -> None:
     ask = interview(lambda n: FAILED if n == 0 else reply("good"), 0.2)
     with pytest.raises(DraftFailuresError):

@@ -197,6 +197,8 @@ def test_the_last_turn() -> None:
 def test_a_repair_as_the_teachers_context() -> None:
     outcome = rewrite(draft(2, 0), draft(2, 1, 1.0))
     config = RepairContext(kind="repair", template="Better: {text}")
+    chosen = draft(2, 2, draft="000000-002-1", correction="choose", preference="better")
+    assert choose_contexts(config, [*outcome.trajectories, chosen])["000000-002-1"] is None
     texts = choose_contexts(config, outcome.trajectories)
     assert texts == {
         "000000-002-0": "Better: 4", "000000-002-0+rewrite": None, "000000-002-1": None,
@@ -226,3 +228,6 @@ def test_repairs_are_no_drafts_for_later_stages() -> None:
     once = rewrite(draft(2, 0))
     critic = Critic(config=CriticizeConfig(kind="criticize"), ask=Model("Why?").ask())
     assert critic(once.trajectories).counts["requests"] == 1
+    paired = rewrite(episode("3"), check=lambda *_: ReplyCheck(), pairs=True)
+    assert [t.id[12:] for t in paired.trajectories] == ["", "+draft", "+rewrite"]
+    assert critic(paired.trajectories).counts["requests"] == 1

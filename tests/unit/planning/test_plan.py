@@ -74,6 +74,78 @@ def test_evaluations_in_between_are_counted() -> None:
     assert result.estimate.evaluation.flops.output_tokens == 7 * 10 * 512
 
 
+def test_the_teachers_evaluation_takes_its_own_time() -> None:
+    """Qwen3-32B takes longer for the same answers than Qwen3-8B."""
+    with_teacher = plan(make_recipe(), **PROMPTS).estimate
+    without = plan(make_recipe(evaluate={"teacher": False}), **PROMPTS).estimate
+    by_student = without.evaluation.seconds / without.num_evaluations
+    by_teacher = with_teacher.evaluation.seconds - without.evaluation.seconds
+    assert (without.num_evaluations, with_teacher.num_evaluations) == (2, 3)
+    assert by_teacher > 1.5 * by_student
+
+
+SYSTEM = {"kind": "system", "text": "Well."}
+RULES = {"kind": "rules", "rules": [{"detect": "event", "event": "oops", "hint": "No."}]}
+WORLD = {"kind": "environment", "path": "worlds:World"}
+KINDS: dict[str, dict[str, Any]] = {
+    "no teacher": {"teacher": None, "losses": [{"kind": "policy_gradient", "advantage": "reward"}]},
+    "frozen self": {"teacher": {"kind": "self", "weights": "frozen", "context": SYSTEM}},
+    "moving average, LoRA": {
+        "student": {"model": "Qwen/Qwen3-8B", "lora": {"rank": 8}},
+        "teacher": {"kind": "self", "weights": "ema", "context": SYSTEM},
+    },
+    "routes": {
+        "teacher": {
+            "kind": "routes", "default": "a",
+            "routes": {
+                "a": {"kind": "model", "model": "Qwen/Qwen3-14B"},
+                "b": {"kind": "model", "model": "Qwen/Qwen3-32B", "dtype": "int8"},
+            },
+        }
+    },
+    "custom teacher": {"teacher": {"kind": "custom", "path": "mine:Teacher"}},
+    "top k": {"losses": [{"kind": "divergence", "support": {"kind": "top_k"}}]},
+    "ramp": {
+        "rollout": {
+            "student_fraction": {"start": 0.0, "end": 1.0, "steps": 50},
+            "off_policy_source": "teacher",
+        }
+    },
+    "hints": {
+        "tasks": WORLD, "reader": RULES, "teacher": {"kind": "self", "weights": "live"},
+        "losses": [{"kind": "divergence", "on": "hinted_turns"}],
+    },
+    "hints by the student": {
+        "tasks": WORLD, "reader": {"kind": "model"}, "teacher": {"kind": "self", "weights": "live"},
+        "losses": [{"kind": "divergence", "on": "hinted_turns"}],
+    },
+    "conversations": {
+        "tasks": {"kind": "conversations", "path": "chats.jsonl"},
+        "rollout": {"student_fraction": 0.0},
+        "losses": [{"kind": "divergence"}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("gpu", ["a100-40", "cpu"])
+def test_every_kind_of_recipe_can_be_planned(name: str, gpu: str) -> None:
+    sections = {**KINDS[name]}
+    if sections.get("teacher", 0) is None:
+        tree = json.loads(make_recipe().model_dump_json(exclude_unset=True))
+        del tree["teacher"], sections["teacher"]
+        recipe = parse_recipe({**tree, **sections})
+    else:
+        recipe = make_recipe(**sections)
+    result = plan(recipe, gpu=gpu, new_tokens=64, turns=3, **PROMPTS)
+    seconds = {phase.name: phase.seconds for phase in result.estimate.phases}
+    assert all(value > 0 for value in seconds.values())
+    assert ("rollout" in seconds) == (name != "conversations")
+    assert ("reader" in seconds) == (name == "hints by the student")
+    assert ("teacher" in seconds) == (name not in ("no teacher", "custom teacher"))
+    assert seconds["update"] > 0 and result.estimate.peak.total > 8 * GIB
+
+
 def test_more_gpus_take_less_time_and_memory() -> None:
     results = [plan(make_recipe(), num_gpus=n, **PROMPTS) for n in (1, 2, 4, 8)]
     peaks = [result.estimate.peak.total for result in results]
@@ -107,6 +179,22 @@ def test_lengths_are_measured_on_the_tasks(tiny_folder: Path) -> None:
     assert result.models.num_student == 32 * 258 + 2 * (2 * 32 * 32 + 2 * 32 * 16) + (
         2 * 3 * 32 * 64 + 5 * 32
     )
+
+
+def test_the_teachers_context_is_measured(tiny_folder: Path) -> None:
+    from courtside.assemble.inputs import load_inputs
+
+    text = "Answer with a number."
+    recipe = make_recipe(
+        student={"model": str(tiny_folder)},
+        teacher={"kind": "self", "context": {"kind": "system", "text": text}},
+        rollout={"max_new_tokens": 8},
+    )
+    result = plan(recipe, gpu="cpu")
+    # A system message: its text, a token a byte, and its frame.
+    inputs = load_inputs(recipe)
+    frame = len(inputs.template.tokenizer.encode("<|im_start|>system\n<|im_end|>\n"))
+    assert result.lengths.context == len(text) + frame
 
 
 def test_pruned_students_have_fewer_layers() -> None:

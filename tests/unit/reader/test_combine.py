@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -308,3 +309,22 @@ def test_controls_of_decisions_follow_the_seed_and_not_the_order(control: str) -
 
     assert len(controlled(1, 1)) == 6
     assert controlled(1, 1) == controlled(-1, 1) != controlled(1, 2)
+
+
+@pytest.mark.parametrize("contrast", ["random_hint", "other_kind"])
+def test_hints_get_a_wrong_one_of_the_batch(contrast: str) -> None:
+    """Their own text and turn stay; without another text there is nothing to contrast with."""
+    hints = [hint("a", 1, "A", "rules:one"), hint("c", 3, "B", "rules:other")]
+    for seed in range(5):
+        reader = make_reader(
+            RuleReaderConfig(kind="rules"), seed=seed, contrast=cast(Any, contrast)
+        )
+        assert isinstance(reader, CombinedReader)
+        output = replace(reader, readers=[Says(*hints)])(SIDES)
+        assert [(h.trajectory, h.turn, h.text, h.wrong_text) for h in output.hints] == [
+            ("a", 1, "A", "B"), ("c", 3, "B", "A"),
+        ]  # fmt: skip
+        alone = replace(reader, readers=[Says(hints[0], hint("b", 3, "A", "rules:one"))])(SIDES)
+        assert alone.hints == () and alone.counts["rules/test"] == 2
+        reason = "no_other_hint" if contrast == "random_hint" else "no_other_kind"
+        assert alone.counts[f"dropped/{reason}"] == 2

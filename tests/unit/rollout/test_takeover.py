@@ -161,12 +161,21 @@ def test_what_is_not_the_students_is_not_taken_over() -> None:
     drafts = make_drafts(SAMPLING)
     changed = [
         replace(drafts[0], source="teacher"),
-        replace(drafts[1], correction="takeover"),
+        replace(drafts[1], correction="rewrite", preference="worse", draft="x"),
         replace(drafts[2], grade=None, fault="a bug", stop="fault"),
-        drafts[3],
-    ]
-    _, outcomes = make_takeover(SAMPLING, select="all")(changed, [])
-    assert list(outcomes) == [drafts[3].id]
+        replace(drafts[3], preference="better", pair="x", correction="choose", draft="x",
+                critique="Too long.", num_replaced=1, rewards={"length": 0.5}),
+    ]  # fmt: skip
+    takeovers, outcomes = make_takeover(SAMPLING, select="all", require="none")(changed, [])
+    assert list(outcomes) == [drafts[3].id], "the better of two samples is the student's own"
+    (takeover,) = takeovers
+    assert (takeover.preference, takeover.pair, takeover.critique) == (None, None, None)
+    assert (takeover.draft, takeover.correction) == (drafts[3].id, "takeover")
+    assert takeover.num_replaced is None and not takeover.rewards
+    takeovers, _ = make_takeover(SAMPLING, select="all", require="none", pair=True)(changed, [])
+    assert [t.preference for t in takeovers] == [None, "better", "worse"]
+    assert [t.pair for t in takeovers] == [None, *2 * (f"{drafts[3].id}+takeover",)]
+    assert all(t.critique is None and not t.rewards for t in takeovers)
     _, outcomes = make_takeover(SAMPLING)([replace(drafts[3], grade=None)], [])
     assert not outcomes, "an answer without a grade did not fail"
 

@@ -286,6 +286,9 @@ def test_a_run_logs_and_stores_its_rewards(tiny_folder: Path, tmp_path: Path) ->
          "the penalty is always 0. Set free_tokens lower"),
         ({"rewards": [{"kind": "custom", "path": "rewards.py"}]}, "names a file"),
         ({"rewards": [{"kind": "grades"}]}, "grade"),
+        ({"rewards": [{"kind": "reference_kl"}]}, "reference_kl alone rewards nothing"),
+        ({"rewards": [{"kind": "grade"}, {"kind": "reference_kl", "weight": -1}]},
+         "must be greater than 0"),
     ],
 )  # fmt: skip
 def test_rewards_that_cannot_work_are_refused(changes: dict[str, Any], problem: str) -> None:

@@ -358,3 +358,38 @@ def test_replies_under_a_hint_are_checked() -> None:
     assert [reply for *_, reply in replies[3:]] == [sample.text for sample in alone]
     strict = judge(min_pass_rate=0.5)
     assert [j.drop_reason for j in strict.outcomes] == ["not_passed", None] and strict.turns == (3,)
+
+
+def test_a_turn_is_scored_under_its_hint_and_under_the_wrong_one() -> None:
+    """As two separate hints would be; outcomes are those of the right one."""
+    batch = [trajectory("a"), trajectory("b")]
+    right = [hint(1, "Use weather.", of="a"), hint(5, "Be brief.", of="a"), hint(3, of="b")]
+    wrong = ["Be brief.", "Ask again.", "Sing."]
+    paired = [replace(h, wrong_text=text) for h, text in zip(right, wrong, strict=True)]
+    targets, outcomes = score_hints(teacher(), batch, paired)
+    alone, alone_outcomes = score_hints(teacher(), batch, right)
+    swapped, _ = score_hints(
+        teacher(), batch, [replace(h, text=t) for h, t in zip(right, wrong, strict=True)]
+    )
+    for id, target in targets.items():
+        torch.testing.assert_close(target.logp_T, alone[id].logp_T)
+        torch.testing.assert_close(target.wrong_logp_T, swapped[id].logp_T)
+        torch.testing.assert_close(target.wrong_hidden_TD, swapped[id].hidden_TD)
+        shifts = [outcome.shift for outcome in outcomes[id]]
+        assert shifts == pytest.approx([o.shift for o in alone_outcomes[id]], rel=1e-4)
+        assert alone[id].wrong_logp_T is None
+        assert target.num_context_tokens == (
+            alone[id].num_context_tokens + swapped[id].num_context_tokens
+        )
+    only_last = targets["a"].without_turns(batch[0], {1})
+    assert only_last is not None and only_last.wrong_logp_T is not None
+    size = sum(batch[0].turns[5].completion_mask)
+    torch.testing.assert_close(only_last.wrong_logp_T, targets["a"].wrong_logp_T[-size:])
+
+
+def test_a_wrong_hint_that_does_not_fit_drops_the_pair() -> None:
+    long = replace(hint(1), wrong_text="no " * 600)
+    targets, outcomes = score_hints(teacher(), [trajectory()], [long, hint(3, wrong_text="Sing.")])
+    assert [o.drop_reason for o in outcomes["e"]] == ["too_long", None]
+    assert targets["e"].wrong_logp_T is not None
+    assert len(targets["e"].wrong_logp_T) == len(targets["e"].logp_T)

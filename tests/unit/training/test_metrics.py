@@ -160,6 +160,9 @@ def test_the_sampled_tokens_by_hand() -> None:
     drift_N = (logp_N - batch.sampler_logp_N)[batch.by_student_N]
     expected = {
         "kl_estimate": (batch.sampler_logp_N - batch.teacher_logp_N)[both_N].mean(),
+        "kl_estimate/reference": (batch.sampler_logp_N - batch.reference_logp_N)[
+            batch.by_student_N
+        ].mean(),
         "teacher_gap/mean": gap_N.mean(),
         "teacher_gap/negative": (gap_N < 0).double().mean(),
         "sampler/logp_diff": drift_N.abs().mean(),

@@ -165,6 +165,7 @@ def _schema() -> Any:
             ("reason", pa.string()),
             ("confidence", pa.float64()),
             ("bad_span", pa.string()),
+            ("wrong_text", pa.string()),
             ("shift", pa.float64()),
             ("bad_span_shift", pa.float64()),
             ("pass_rate", pa.float64()),
