@@ -74,7 +74,9 @@ class Run:
         self._rates: list[float] = []
         """Tokens per second of this process's steps."""
         self._resume()
-        self.budget = BudgetMeter(self.recipe.train, folder.metrics())
+        self.budget: BudgetMeter | None = None
+        if self.recipe.train.budget:
+            self.budget = BudgetMeter(self.recipe.train, folder.metrics())
         self.trackers = open_trackers(
             self.recipe.run.trackers,
             folder.path,
@@ -84,8 +86,13 @@ class Run:
         )
 
     @property
+    def budget_end(self) -> str | None:
+        """Which budget is spent; None: there is some left, or none is set."""
+        return None if self.budget is None else self.budget.end
+
+    @property
     def is_finished(self) -> bool:
-        return self.num_steps >= self.recipe.train.steps or self.budget.end is not None
+        return self.num_steps >= self.recipe.train.steps or self.budget_end is not None
 
     # ── what the loop calls ───────────────────────────────────────────────────────────────────────
 
@@ -130,7 +137,7 @@ class Run:
             for note in self.parts.notes:
                 self.console.print_line(note)
         else:
-            done = self.budget.end or f"all {total} steps are done"
+            done = self.budget_end or f"all {total} steps are done"
             self.console.print_line(f"{self.folder.path}: {done}; nothing to train")
         if missing := check_missing_metrics(self.folder.metrics(), self.num_steps):
             self.console.print_line(missing)
@@ -187,7 +194,8 @@ class Run:
             draft_usage=drafts.usage,
         )
         seconds = self.meter.lap()
-        self.budget.add(compute_costs(seconds, cost))
+        if self.budget is not None:
+            self.budget.add(compute_costs(seconds, cost))
         last = self.is_finished
         row = self.folder.record(
             step,
@@ -209,9 +217,9 @@ class Run:
         if step > NUM_COMPARED and row.get("hints/shift", math.inf) < MIN_FIRST_SHIFT:
             self.alarms.check_shifts(step)
         self._note_slowdown(row)
-        if self.budget.end is not None:
+        if self.budget_end is not None:
             self.console.print_line(
-                f"ends after {self.num_steps} of {self.recipe.train.steps} steps: {self.budget.end}"
+                f"ends after {self.num_steps} of {self.recipe.train.steps} steps: {self.budget_end}"
             )
         if last:
             self.alarms.check_finished(self.num_steps)

@@ -178,6 +178,62 @@ def step_rows() -> list[Row]:
     return rows
 
 
+def long_episode_rows() -> list[Row]:
+    """Hints scored and trained in one episode of 32,463 tokens; nothing is sampled."""
+    tree = _read("long_episode_h200")
+    num_new, turns = tree["num_completion_tokens"], tree["settings"]["turns"]
+    lengths = Lengths(
+        prompt=200, new=num_new, turns=turns, context=tree["num_branch_tokens"],
+        observed=tree["num_tokens"] - 200 - num_new,
+    )  # fmt: skip
+    job = {"prompt_tokens": 128, "new_tokens": 512, "tool_tokens": 16, "hint_tokens": 64,
+           "prompts": 1, "samples": 1}  # fmt: skip
+    work = hints_work("qwen3-0.6b", job, student__gradient_checkpointing=True)
+    result = estimate(replace(work, lengths=lengths))
+    seconds = {phase.name: phase.seconds for phase in result.phases}
+    memory = {phase.phase: phase for phase in result.memory}
+    rows = []
+    for phase, stage in (("teacher", "score"), ("update", "update")):
+        parts = {**memory[phase].parts, "CUDA graphs of turns": 0.0, "CUDA context": 0.0}
+        measured = tree["best"][stage]
+        name = f"0.6B, one episode of {tree['num_tokens']:,} tokens"
+        rows += [
+            Row(name=name, what=f"{phase}, s", estimated=seconds[phase],
+                measured=measured["seconds"]),
+            Row(name=name, what=f"{phase}, GiB", estimated=sum(parts.values()) / GIB,
+                measured=measured["peak_gib"]),
+        ]  # fmt: skip
+    return rows
+
+
+def growth_rows() -> list[Row]:
+    """Sequences of 256 tokens of 0.6B, scored and trained; nothing was fitted on these."""
+    rows = []
+    for series in _read("growth_h200")["series"]:
+        phase = {"scoring: sequences": "teacher", "update: sequences": "update"}.get(
+            series["series"]
+        )
+        for entry in series["rows"] if phase else ():
+            work = distillation_work(
+                "qwen3-0.6b", "qwen3-0.6b", Lengths(prompt=1, new=255), prompts=entry["size"],
+                samples=1, device=GPUS["h200"],
+            )  # fmt: skip
+            result = estimate(work)
+            seconds = {p.name: p.seconds for p in result.phases}[phase]
+            name = f"{entry['num_tokens']:,} tokens"
+            rows.append(Row(name=name, what=f"{phase}, s", estimated=seconds,
+                            measured=entry["seconds"]))  # fmt: skip
+            if phase == "update":
+                parts = next(m for m in result.memory if m.phase == phase).parts
+                added = ("gradients", "bf16 weights", "activations", "LM head and transients")
+                rows.append(
+                    Row(name=name, what="update, GiB added",
+                        estimated=sum(parts[part] for part in added) / GIB,
+                        measured=entry["memory_bytes"] / GIB)
+                )  # fmt: skip
+    return rows
+
+
 def sampling_rows() -> list[Row]:
     """Tokens a second of sampling alone on an H200, the newest measurement of each case."""
     by_case: dict[str, Row] = {}
@@ -263,11 +319,12 @@ def _cell(row: Row) -> str:
 
 TABLES = {
     "steps": lambda: markdown(
-        step_rows(),
+        [*step_rows(), *long_episode_rows()],
         ["rollout, s", "teacher, s", "update, s", "step, s", "rollout, GiB", "teacher, GiB",
          "update, GiB", "peak, GiB"],
     ),
     "sampling": lambda: markdown(sampling_rows(), ["tokens/s"]),
+    "growth": lambda: markdown(growth_rows(), ["teacher, s", "update, s", "update, GiB added"]),
     "cpu": lambda: markdown(
         cpu_rows(), ["rollout, s", "teacher, s", "update, s", "step, s", "peak, GiB"]
     ),

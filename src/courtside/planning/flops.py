@@ -33,7 +33,7 @@ class PhaseFlops:
     attention: float = 0.0
     head: float = 0.0
     recomputed: float = 0.0
-    """The second forward pass of gradient checkpointing."""
+    """The second forward pass of gradient checkpointing; its attention is in `attention`."""
 
     @property
     def executed(self) -> float:
@@ -152,9 +152,9 @@ def update_flops(work: Workload) -> PhaseFlops:
         input_tokens=tokens,
         counted=training_flops(models.num_student, 1, models.num_trained) * tokens,
         layers=2 * (forward + adapter) + weight_gradients,
-        attention=(1 + ATTENTION_BACKWARD) * attention,
+        attention=(1 + ATTENTION_BACKWARD + recomputes) * attention,
         head=head,
-        recomputed=forward + adapter + attention if recomputes else 0.0,
+        recomputed=forward + adapter if recomputes else 0.0,
     )
 
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from statistics import mean
 
 from courtside.errors import PlanError
-from courtside.planning.workload import Lengths
+from courtside.planning.workload import HINT_TOKENS, Lengths
 from courtside.recipe import Recipe
 from courtside.recipe.rollout import TurnRamp
 
 NUM_MEASURED = 64
 """Tasks whose prompts are rendered."""
 OBSERVATION_TOKENS = 64
-HINT_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from courtside.planning.gpus import GIB
 from courtside.planning.shapes import ModelShape
-from courtside.planning.workload import PASS_TOKENS, TeacherModel, Workload
+from courtside.planning.workload import HINT_TOKENS, PASS_TOKENS, TeacherModel, Workload
 from courtside.recipe.teacher import SelfTeacherConfig
 from courtside.training.kv_budget import DEFAULT_TOKENS, budget_kv_tokens, num_weight_copies
 
@@ -22,6 +22,8 @@ CUDA_CONTEXT = 0.55 * GIB
 """Driver, kernels and library handles: not in torch's numbers, and not for tensors."""
 WORKSPACES = 0.25 * GIB
 """cuBLAS, Triton and CUDA graphs: above what tensors add up to in every measured phase."""
+TURN_GRAPHS = 1.2 * GIB
+"""CUDA graphs that prefill later turns: the memory that they work in stays theirs."""
 ROW_STEP, POSITION_STEP = 8, 128
 """The KV cache's shape is rounded up to these."""
 HEAD_ROWS = {True: 4608, False: 2048}
@@ -67,6 +69,8 @@ def resident_bytes(work: Workload) -> dict[str, float]:
     }
     if work.device.is_gpu:
         parts |= {"CUDA context": CUDA_CONTEXT, "workspaces": WORKSPACES}
+        if work.lengths.turns > 1 and not recipe.tasks.is_recorded:
+            parts["CUDA graphs of turns"] = TURN_GRAPHS
     else:
         parts["process"] = CPU_PROCESS_BYTES
     if recipe.train.optimizer_offload and not work.device.is_gpu:
@@ -127,7 +131,7 @@ def kv_bytes_per_token(work: Workload, shape: ModelShape | None = None) -> int:
     heads."""
     item = ITEM_SIZE[work.models.dtype] if work.device.is_gpu else 4
     shape = shape or work.models.student
-    return max(1, shape.kv_elements_per_token * item // work.num_gpus)
+    return max(1, shape.kv_elements_per_token * item // work.decode_shards)
 
 
 def num_cache_rows(work: Workload, rows: float) -> int:
@@ -148,14 +152,14 @@ def rollout_memory(work: Workload) -> PhaseMemory:
     shape = work.models.scorer if is_teachers else work.models.student
     num_sampled = work.num_teacher_rows if is_teachers else work.num_student_rows
     if num_sampled:
-        rows = num_cache_rows(work, num_sampled)
+        rows = num_cache_rows(work, num_sampled / work.num_replicas)
         positions = row_tokens(work)
         if work.device.is_gpu:
             rows = -(-rows // ROW_STEP) * ROW_STEP
             positions = -(-int(positions) // POSITION_STEP) * POSITION_STEP
         parts["KV cache"] = rows * positions * kv_bytes_per_token(work, shape)
-        if _casts(work) and not is_teachers:
-            parts["bf16 weights"] = 2.0 * shape.num_parameters / work.num_gpus
+        if (_casts(work) and not is_teachers) or work.num_replicas > 1:
+            parts["bf16 weights"] = 2.0 * shape.num_parameters / work.decode_shards
         prefill = min(PASS_TOKENS[work.device.is_gpu], rows * work.lengths.prompt)
         parts["forward pass"] = max(
             prefill * pass_bytes_per_token(shape, work.models.dtype), 12.0 * rows * shape.vocab_size
@@ -184,23 +188,33 @@ def pass_bytes_per_token(shape: ModelShape, dtype: str) -> float:
     return ITEM_SIZE[dtype] * (3 * shape.intermediate_size + 4 * shape.hidden_size)
 
 
-def sampling_weight_bytes(work: Workload) -> float:
-    """bf16 weights that episodes leave in place: their session ends after the step."""
-    if work.lengths.turns <= 1 or not _casts(work) or not work.device.is_gpu:
+def branch_bytes(work: Workload, tokens: float) -> float:
+    """Hints over a pass's trajectories: a layer's keys and values before each of them, gathered and
+    repeated by head."""
+    if work.recipe.reader is None:
         return 0.0
-    return 2.0 * work.models.student.num_parameters / work.num_gpus
+    shape, lengths = work.models.student, work.lengths
+    turn = HINT_TOKENS + lengths.new / lengths.turns
+    num_branches = lengths.context / turn * tokens / lengths.sequence
+    repeats = 1 + shape.num_heads / shape.num_kv_heads
+    item = ITEM_SIZE[work.models.dtype]
+    return num_branches * lengths.sequence / 2 * 2 * shape.kv_size * item * repeats
 
 
 def teacher_memory(work: Workload) -> PhaseMemory:
     parts = resident_bytes(work)
-    parts["bf16 weights of sampling"] = sampling_weight_bytes(work)
     if work.is_scored and not work.defers_hints:
+        if _casts(work) and not work.models.teachers:
+            parts["bf16 weights"] = 2.0 * work.models.student.num_parameters / work.num_gpus
         parts["targets"] = target_bytes(work)
         extra = 0.0 if work.recipe.reader else work.lengths.context
         _, tokens = work.pack(PASS_TOKENS[work.device.is_gpu], extra)
         if work.recipe.reader is not None:
             parts["KV cache of trunks"] = tokens * kv_bytes_per_token(work)
+            parts["keys of hints"] = branch_bytes(work, tokens)
         parts["forward pass"] = tokens * pass_bytes_per_token(work.models.scorer, work.models.dtype)
+        if work.num_gpus > 1:
+            parts["gathered layers"] = gathered_bytes(work.models.scorer, work.models.dtype)
     return PhaseMemory(phase="teacher", parts={k: v for k, v in parts.items() if v})
 
 
@@ -244,22 +258,34 @@ def head_bytes(work: Workload, tokens: float) -> float:
     return min(max(rows * vocab * item, MIN_HEAD_BYTES), 2.0 * tokens * vocab * item)
 
 
+def gradient_bytes(work: Workload, num_passes: int, tokens: float) -> float:
+    """Held at the peak, where a pass's backward begins. Those of the first pass come into being as
+    its activations go."""
+    models = work.models
+    gradients = 4.0 * models.num_trained
+    if num_passes > 1:
+        return gradients
+    of_head = 4.0 * models.student.num_head_parameters if models.trains_head else 0.0
+    return min(gradients, max(of_head, gradients - activation_bytes(work, tokens)))
+
+
 def update_memory(work: Workload) -> PhaseMemory:
     parts = resident_bytes(work)
     models, shards = work.models, work.num_gpus
-    _, tokens = work.pack(work.micro_batch_tokens)
-    parts["gradients"] = 4.0 * models.num_trained / shards
+    num_passes, tokens = work.pack(work.micro_batch_tokens)
+    parts["gradients"] = gradient_bytes(work, num_passes, tokens) / shards
     if _casts(work):
         parts["bf16 weights"] = 2.0 * models.student.num_parameters / shards
     if shards > 1:
-        parts["gathered layers"] = gathered_bytes(work)
-    parts["bf16 weights of sampling"] = sampling_weight_bytes(work)
+        parts["gathered layers"] = gathered_bytes(models.student, models.dtype)
     if work.defers_hints:
         parts["KV cache of trunks"] = tokens * kv_bytes_per_token(work)
     parts["targets"] = target_bytes(work)
     parts["activations"] = activation_bytes(work, tokens)
     # The head's chunks are gone before the layers' backward pass, where one layer is recomputed.
     transient = head_bytes(work, tokens)
+    if work.defers_hints:
+        transient = max(transient, branch_bytes(work, tokens))
     if work.recipe.student.gradient_checkpointing:
         transient = max(transient, layer_bytes_per_token(work) * tokens)
     parts["LM head and transients"] = transient
@@ -268,9 +294,9 @@ def update_memory(work: Workload) -> PhaseMemory:
     return PhaseMemory(phase="update", parts={k: v for k, v in parts.items() if v})
 
 
-def gathered_bytes(work: Workload) -> float:
+def gathered_bytes(shape: ModelShape, dtype: str) -> float:
     """Sharded weights in use: two layers (one is prefetched), and embedding with LM head."""
-    shape, item = work.models.student, ITEM_SIZE[work.models.dtype]
+    item = ITEM_SIZE[dtype]
     layers = 2 * shape.num_linear_parameters / shape.num_layers
     return item * (layers + (1 if shape.tied else 2) * shape.num_head_parameters)
 

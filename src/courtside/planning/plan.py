@@ -22,11 +22,20 @@ from courtside.report.summary import summarize_recipe
 
 PAPER_NOTE = (
     "several GPUs are on paper: the trainer runs on one today. Weights, gradients, moments and "
-    "teacher are divided evenly (as by FSDP), rollouts by tensor parallelism"
+    "teacher are divided evenly (as by FSDP), rollouts by tensor parallelism within a machine of "
+    "eight, machines linked at 50 GB/s a GPU"
 )
 WINDOW_NOTE = "models with sliding windows decode without CUDA graphs, about eleven times slower"
 OTHER_GPU_NOTE = (
     "times were measured on an H200 and two CPU cores only; for this GPU they are scaled"
+)
+TAKEOVER_NOTE = (
+    "take-overs are left out: how many drafts the teacher continues, and how many continuations "
+    "train, is known when they are graded"
+)
+MIXED_SAMPLING_NOTE = (
+    "mixed sampling is counted as sampling by the student alone; it decodes eagerly, with a pass "
+    "of the teacher a token, and takes longer"
 )
 HINTS_NOTE = "hints cost what their number and length are: assumed here, measured by a run"
 
@@ -168,4 +177,8 @@ def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
         notes.append(HINTS_NOTE)
     if not work.recipe.model_teachers and work.recipe.teacher is not None:
         notes.append("a custom teacher's cost is not known and left out")
+    if work.recipe.takeover is not None:
+        notes.append(TAKEOVER_NOTE)
+    if work.recipe.rollout.mixed_sampling is not None:
+        notes.append(MIXED_SAMPLING_NOTE)
     return notes

@@ -1,6 +1,6 @@
 """Seconds of a step: decoding by a roofline over memory bandwidth, all else by matmul throughput.
 
-Six numbers say how well a device is used. Those of GPUs were fitted on measurements of one H200,
+Seven numbers say how well a device is used. Those of GPUs were fitted on measurements of one H200,
 those of CPUs on two cores; docs/plan.md has every row and what it was off by.
 """
 
@@ -29,6 +29,8 @@ class Utilisation:
 
     matmul: float
     """Share of the dense bf16 rate in the matmuls of prefill, scoring and update."""
+    attention: float
+    """The same for attention over whole sequences."""
     bandwidth: float
     """Share of the memory bandwidth at which a decode step reads weights and KV cache."""
     decode_layer_seconds: float
@@ -46,15 +48,17 @@ class Utilisation:
 
 GPU_UTILISATION = Utilisation(
     matmul=0.65,
+    attention=0.28,
     bandwidth=0.9,
     decode_layer_seconds=56e-6,
-    pass_layer_seconds=1.2e-3,
+    pass_layer_seconds=1.1e-3,
     sampler_passes=16.0,
     shared_reads=0.3,
     source="defaults, fitted on one H200",
 )
 CPU_UTILISATION = Utilisation(
     matmul=0.6,
+    attention=0.6,
     bandwidth=0.6,
     decode_layer_seconds=0.6e-3,
     pass_layer_seconds=0.5e-3,
@@ -70,6 +74,8 @@ EAGER_DECODE_FACTOR = 11.0
 """Models with sliding windows decode without CUDA graphs: Gemma-3-1B's shape reached 1,550 tokens/s
 where 17,100 were possible on an H200 (docs/performance.md)."""
 HOST_LINK_SHARE = 0.8
+NETWORK = 50e9
+"""Bytes/s between machines, for each GPU: 400 Gbit/s."""
 ALL_REDUCE_SECONDS = 20e-6
 """Latency of one between the GPUs of a machine; two a layer and decode step."""
 
@@ -93,6 +99,12 @@ def matmul_rate(work: Workload, use: Utilisation) -> float:
     return use.matmul * work.device.flops * work.num_gpus / slower
 
 
+def execution_seconds(flops: PhaseFlops, work: Workload, use: Utilisation) -> float:
+    """Of matmuls and attention, each at its rate."""
+    matmuls = flops.executed - flops.attention
+    return (matmuls + flops.attention * use.matmul / use.attention) / matmul_rate(work, use)
+
+
 def decode_seconds(
     shape: ModelShape,
     work: Workload,
@@ -103,7 +115,8 @@ def decode_seconds(
     group_size: int,
 ) -> float:
     """`rows` answers of `new` tokens, as many of them at a time as the KV cache holds."""
-    device, shards = work.device, work.num_gpus
+    device, shards = work.device, work.decode_shards
+    rows = rows / work.num_replicas
     item = ITEM_SIZE[work.models.dtype]
     busy = min(float(num_cache_rows(work, rows)), rows)
     rounds = rows / busy if busy else 0.0
@@ -120,7 +133,7 @@ def decode_seconds(
     seconds = read + sampled / device.bandwidth + shape.num_layers * use.decode_layer_seconds
     per_row = 2.0 * (shape.num_linear_parameters + shape.num_head_parameters)
     per_row += attention_flops(shape, work.lengths.prompt + after_prompt)
-    seconds += busy * per_row / matmul_rate(work, use)
+    seconds += busy * per_row * work.num_replicas / matmul_rate(work, use)
     if shards > 1:
         seconds += 2 * shape.num_layers * ALL_REDUCE_SECONDS
     if shape.has_window and device.is_gpu:
@@ -134,11 +147,14 @@ def _prefill_seconds(
     """Prompts, and later the messages of an environment, a pass or more for each turn."""
     lengths = work.lengths
     tokens = prompts * lengths.prompt + rows * lengths.observed
-    flops = 2.0 * shape.num_linear_parameters * tokens
-    flops += attention_flops(shape, prompts * lengths.prompt**2 / 2)
+    flops = PhaseFlops(
+        layers=2.0 * shape.num_linear_parameters * tokens,
+        attention=attention_flops(shape, prompts * lengths.prompt**2 / 2),
+    )
     in_pass = PASS_TOKENS[work.device.is_gpu]
     passes = max(lengths.turns, tokens / in_pass / work.num_gpus)
-    return flops / matmul_rate(work, use) + passes * shape.num_layers * use.pass_layer_seconds
+    overhead = passes * shape.num_layers * use.pass_layer_seconds
+    return execution_seconds(flops, work, use) + overhead
 
 
 def rollout_seconds(work: Workload, use: Utilisation) -> float:
@@ -166,7 +182,7 @@ def _pass_seconds(
     """`num_forward`: forward passes that one costs as much as; a backward pass counts as two."""
     passes, _ = work.pack(limit, extra)
     overhead = passes * shape.num_layers * use.pass_layer_seconds * num_forward
-    return flops.executed / matmul_rate(work, use) + overhead
+    return execution_seconds(flops, work, use) + overhead
 
 
 def reader_seconds(work: Workload, use: Utilisation) -> float:
@@ -221,7 +237,8 @@ def _gather_seconds(work: Workload, shape: ModelShape, limit: int, *, times: flo
         return 0.0
     passes, _ = work.pack(limit)
     remote = (work.num_gpus - 1) / work.num_gpus * 2.0 * shape.num_parameters
-    return passes * times * remote / work.device.link
+    link = work.device.link if work.num_replicas == 1 else min(work.device.link, NETWORK)
+    return passes * times * remote / link
 
 
 def evaluation_seconds(work: Workload, use: Utilisation, *, by_teacher: bool) -> float:

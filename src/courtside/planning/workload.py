@@ -17,6 +17,10 @@ MIN_PREFIX_TOKENS, MIN_PREFIX_FRACTION = 16, 1 / 16
 """From which length a prompt of several samples is computed once (engines/forward/batching.py)."""
 PASS_TOKENS = {True: 16384, False: 512}
 """Of a forward pass by default: on a GPU, and on a CPU."""
+HINT_TOKENS = 48
+"""Of a hint, where nothing is known."""
+GPUS_PER_MACHINE = 8
+"""More than that are several machines: decoding is split within one, rows among them."""
 MAX_TOKENS = 10**8
 """Of one sequence: more is a slip of the keyboard."""
 
@@ -112,6 +116,16 @@ class Workload:
     device: Device
     num_gpus: int = 1
     """GPUs that share the rows of a step and the states of the models."""
+
+    @property
+    def decode_shards(self) -> int:
+        """GPUs that decode one row together (tensor parallelism)."""
+        return min(self.num_gpus, GPUS_PER_MACHINE)
+
+    @property
+    def num_replicas(self) -> float:
+        """Groups of such GPUs, which share the rows."""
+        return self.num_gpus / self.decode_shards
 
     @property
     def num_rows(self) -> float:

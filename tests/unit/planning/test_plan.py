@@ -153,6 +153,13 @@ def test_more_gpus_take_less_time_and_memory() -> None:
     assert peaks == sorted(peaks, reverse=True)
     assert updates == sorted(updates, reverse=True)
     assert updates[0] / updates[-1] < 8  # weights are gathered over the links
+    machine, machines = (plan(make_recipe(), num_gpus=n, **PROMPTS).estimate for n in (8, 16))
+    rollout, other = (result.memory[0].parts for result in (machine, machines))
+    # A second machine halves the states and the rows, not the weights that decode.
+    assert other["student weights"] == rollout["student weights"] / 2
+    assert other["KV cache"] == rollout["KV cache"] / 2
+    assert other["bf16 weights"] == rollout["bf16 weights"]
+    assert machine.phases[2].seconds / machines.phases[2].seconds < 2
 
 
 def test_a_shape_stands_for_a_model_without_files() -> None:
@@ -372,3 +379,12 @@ def test_a_plan_of_known_shapes_loads_no_torch(recipe_file: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_left_out_is_said() -> None:
+    rollout = {"samples_per_prompt": 4, "max_new_tokens": 512, "mixed_sampling": {"top_k": 20}}
+    plain = plan(make_recipe(), gpu="h200", **PROMPTS)
+    assert not any("take-over" in note or "mixed" in note for note in plain.notes)
+    both = plan(make_recipe(takeover={}, rollout=rollout), gpu="h200", **PROMPTS)
+    assert any("take-overs are left out" in note for note in both.notes)
+    assert any("mixed sampling is counted as" in note for note in both.notes)

@@ -168,3 +168,15 @@ def test_numbers_are_those_of_the_code() -> None:
     assert update_memory(make_work(train__optimizer_offload=True)).parts["staged moments"] == (
         memory.STAGING_BYTES
     )
+
+
+def test_gradients_of_a_single_pass_come_as_its_activations_go() -> None:
+    shape = PRESETS["qwen3-1.7b"]
+    several, single = make_work(), replace(make_work(), lengths=Lengths(prompt=16, new=16))
+    assert parts_of(several, "update")["gradients"] == 4 * P
+    parts = parts_of(single, "update")
+    assert parts["activations"] > 4 * P
+    assert parts["gradients"] == 4 * shape.num_head_parameters
+    tiny = replace(single, recipe=make_work(train__prompts_per_step=1).recipe)
+    parts = parts_of(tiny, "update")
+    assert parts["gradients"] == 4 * P - parts["activations"]

@@ -1,9 +1,8 @@
 """FLOPs against published ones: Thinking Machines, "On-Policy Distillation", October 2025.
 
 A student of Qwen3-8B and a teacher of Qwen3-32B. On-policy: about 150 steps, 77 thousand prompts, 4
-samples each: 512 prompts a step. The post's cookbook samples up to 4,096 tokens. Off-policy: 400
-thousand prompts; the cookbook cuts examples at 16,384 tokens, and the post does not say how long
-the teacher's were.
+samples each: 512 prompts a step. The cookbook samples up to 4,096 tokens. Off-policy: 400 thousand
+prompts; the cookbook cuts examples at 16,384 tokens. The authors' own lengths are not known here.
 """
 
 from __future__ import annotations
