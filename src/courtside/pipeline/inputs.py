@@ -15,7 +15,12 @@ from courtside.recipe.load import parse_recipe
 from courtside.recipe.pipeline import Pipeline, Stage
 from courtside.recipe.stage_trees import PREFIX
 from courtside.report.folder.folder import RunFolder
-from courtside.report.folder.locking import CHANGEABLE_FIELDS, dump_recipe, find_differences
+from courtside.report.folder.locking import (
+    CHANGEABLE_FIELDS,
+    LENGTH_FIELDS,
+    dump_recipe,
+    find_differences,
+)
 from courtside.report.folder.pipeline_folder import PipelineFolder, StageRecord
 from courtside.training import checkpoints
 
@@ -57,7 +62,7 @@ def find_changes(
         f"{field}{end}"
         for field in CHANGEABLE_FIELDS
         for end in ".:"
-        if not (record.is_done and field == "train.steps")
+        if not (record.is_done and field in LENGTH_FIELDS)
     )
     lines = [
         line

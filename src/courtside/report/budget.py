@@ -10,7 +10,7 @@ from typing import Any
 
 from courtside.recipe.train import TrainConfig
 
-TRAINING_PHASES = ("rollout", "reader", "teacher", "update")
+TRAINING_PHASES = ("rollout", "drafts", "reader", "teacher", "update")
 """Evaluations and checkpoints are not part of a budget."""
 COSTS = ("student_tokens", "teacher_tokens", "flops")
 

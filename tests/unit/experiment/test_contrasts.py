@@ -296,7 +296,12 @@ def test_stored_contrasts_follow_from_the_stored_values(path: Path) -> None:
     for row, expected in zip(stored, computed, strict=True):
         assert (row["contrast"], row["outcome"]) == (expected["contrast"], expected["outcome"])
         assert row["mean"] == pytest.approx(expected["mean"], abs=5e-5)
-        if row["variance"] != "with episodes":
+        if row["variance"] == "with episodes":
+            continue  # what test episodes add is not stored
+        for name in ("low", "high", "p", "p_equivalent"):
+            assert row[name] == pytest.approx(expected[name], abs=1e-3, rel=2e-2)
+        # Corrected ones depend on the whole family.
+        if all(r["variance"] != "with episodes" for r in stored if r["outcome"] == row["outcome"]):
             assert row["verdict"] == expected["verdict"]
-            for name in ("low", "high", "p_holm", "p_equivalent_holm"):
+            for name in ("p_holm", "p_equivalent_holm"):
                 assert row[name] == pytest.approx(expected[name], abs=1e-3, rel=2e-2)

@@ -2,7 +2,15 @@
 
 import pytest
 
-from courtside.report.costs import CostMeter, PhaseCost, forward_flops, training_flops
+from courtside.report.costs import (
+    CostMeter,
+    ModelSizes,
+    PhaseCost,
+    StepCost,
+    forward_flops,
+    training_flops,
+)
+from courtside.types import TokenUsage, Update
 
 
 class Clock:
@@ -63,4 +71,28 @@ def test_laps_sum_to_the_totals_after_a_restore():
     assert meter.lap() == {"update": 1.0}
     assert meter.totals()["rollout"] == PhaseCost(
         seconds=9.0, input_tokens=3, output_tokens=9, flops=6.0
+    )
+
+
+def test_readers_and_drafts_are_part_of_a_step():
+    meter = CostMeter(Clock())
+    update = Update(step=0, loss=0.0, components={}, metrics={}, num_tokens={}, student_logp={})
+    cost = meter.add_step(
+        [],
+        update,
+        {"model/input_tokens": 10, "model/output_tokens": 5},
+        sizes=ModelSizes(student=100, trained=100, teachers={"large": 1000}, reader=100),
+        is_recorded=False,
+        draft_usage={
+            "large": TokenUsage(input_tokens=7, output_tokens=2),
+            "endpoint": TokenUsage(input_tokens=3, output_tokens=1),
+        },
+    )
+    totals = meter.totals()
+    assert totals["drafts"] == PhaseCost(
+        input_tokens=10, output_tokens=3, flops=forward_flops(1000, 9)
+    )
+    assert totals["reader"].flops == forward_flops(100, 15)
+    assert cost == StepCost(
+        student_tokens=0, teacher_tokens=13, flops=forward_flops(1000, 9) + forward_flops(100, 15)
     )

@@ -14,7 +14,16 @@ from courtside.report.folder.files import TEMPORARY
 
 RECIPE = "recipe.toml"
 LOCK = ".lock"
+LENGTH_FIELDS = (
+    "train.max_flops",
+    "train.max_seconds",
+    "train.max_student_tokens",
+    "train.max_teacher_tokens",
+    "train.steps",
+)
+"""When a run ends."""
 CHANGEABLE_FIELDS = (
+    *LENGTH_FIELDS,
     "run",
     "rollout.kv_cache_tokens",
     "rollout.limits.max_fault_fraction",
@@ -23,13 +32,8 @@ CHANGEABLE_FIELDS = (
     "tasks.grader_seconds",
     "tasks.workers",
     "train.logits_chunk_tokens",
-    "train.max_flops",
-    "train.max_seconds",
-    "train.max_student_tokens",
-    "train.max_teacher_tokens",
     "train.micro_batch_tokens",
     "train.optimizer_offload",
-    "train.steps",
 )
 """May differ in a resumed run: what is stored, memory settings, where and how long user code runs,
 and when the run ends. Training is the same up to rounding."""
