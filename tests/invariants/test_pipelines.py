@@ -279,12 +279,12 @@ def test_adapters_and_trajectories_are_handed_over(tree: Tree, tmp_path: Path) -
     first, _ = tree["stages"]
     del first["gate"], tree["base"]["evaluate"], tree["base"]["rollout"]["max_new_tokens"]
     first["student"] = {"lora": {"rank": 2}}
-    again = {
-        "name": "again",
+    replay = {
+        "name": "replay",
         "student": {"adapter": "stage:learn"},
         "tasks": {"kind": "trajectories", "path": "stage:learn"},
     }
-    last = run({**tree, "stages": [first, again]}, tmp_path / "run")
+    last = run({**tree, "stages": [first, replay]}, tmp_path / "run")
     source = RunFolder.read(tmp_path / "run" / "stages" / "01-learn")
     ids = {s.trajectory.id for step in (0, 1) for s in source.trajectories(step)}
     assert {s.trajectory.id for step in (0, 1) for s in last.trajectories(step)} <= ids

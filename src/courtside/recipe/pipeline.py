@@ -290,6 +290,7 @@ def _address_by_index(tree: Mapping[str, Any], override: str) -> str:
 PLACES: Mapping[tuple[str, ...], Literal["model", "adapter", "run"]] = {
     ("student", "model"): "model",
     ("student", "adapter"): "adapter",
+    ("student", "average_with", "model"): "model",
     ("teacher", "model"): "model",
     ("teacher", "adapter"): "adapter",
     ("teacher", "routes", "*", "model"): "model",
@@ -309,8 +310,8 @@ def _resolve_references(
         if kind is None or (kind == "run" and tree["tasks"].get("kind") != "trajectories"):
             raise RecipeError(
                 f"{where}: {field} = {PREFIX + target!r}: a stage can be named in student.model, "
-                "student.adapter, teacher.model, teacher.adapter, those of a route, and as "
-                "tasks.path of kind = 'trajectories'"
+                "student.adapter, student.average_with.model, teacher.model, teacher.adapter, "
+                "those of a route, and as tasks.path of kind = 'trajectories'"
             )
         name = labels[-1][0] if target == PREVIOUS and labels else None
         # A stage of a repetition is meant by the name in the file, too: the last one before.
@@ -337,10 +338,12 @@ def _check_stage(pipeline: Pipeline, stage: Stage, name: str) -> None:
                 "weights and has no adapter. Give it [student.lora], or name it in "
                 f"{reference.path[0]}.model"
             )
-        if source.recipe.student.keep_layers is not None:
+        start = source.recipe.student
+        if start.keep_layers is not None or start.average_with is not None:
+            made_by = "keep_layers" if start.keep_layers is not None else "average_with"
             raise RecipeError(
-                f"{where}: {reference.field} = {PREFIX + source.name!r}: the adapter belongs to a "
-                "pruned model (student.keep_layers), which only that stage has. Name it in "
+                f"{where}: {reference.field} = {PREFIX + source.name!r}: the adapter belongs to "
+                f"the model that student.{made_by} made, which only that stage has. Name it in "
                 f"{reference.path[0]}.model"
             )
     if stage.gate is not None:
