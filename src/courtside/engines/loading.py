@@ -315,11 +315,13 @@ def _average(
         device=torch.device("cpu"),
         trust_remote_code=trust_remote_code,
     )
-    tensors, others = dict(model.named_parameters()), dict(other.named_parameters())
+    tensors, other_tensors = dict(model.named_parameters()), dict(other.named_parameters())
     different = sorted(
         key
-        for key in tensors.keys() | others.keys()
-        if key not in tensors or key not in others or tensors[key].shape != others[key].shape
+        for key in tensors.keys() | other_tensors.keys()
+        if key not in tensors
+        or key not in other_tensors
+        or tensors[key].shape != other_tensors[key].shape
     )
     if different:
         raise ModelError(
@@ -328,7 +330,7 @@ def _average(
             "and size"
         )
     for key, tensor in tensors.items():
-        tensor.lerp_(others[key], weight)
+        tensor.lerp_(other_tensors[key], weight)
 
 
 def _prune(model: Any, keep: tuple[int, ...]) -> None:
