@@ -37,8 +37,8 @@ class StudentConfig(Section):
     """A LoRA adapter's folder, or that of a built-in recipe (`targeted-hints/warm`). It is
     merged into `model` before training."""
     average_with: AverageConfig | None = None
-    """Start from (1 − weight) · `model` + weight · the other, tensor by tensor in float32, as between
-    a fine-tuned model and its base."""
+    """Start from (1 − weight) · `model` + weight · the other, tensor by tensor in float32: say,
+    between a fine-tuned model and its base."""
     lora: LoraConfig | None = None
     """Unset: all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
