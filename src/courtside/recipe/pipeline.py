@@ -366,18 +366,25 @@ def _check_gate(pipeline: Pipeline, stage: Stage, gate: GateConfig, where: str) 
             f"{where}: gate: stage {root.name!r} has evaluate.before = false, so there is nothing "
             "to compare with. Set it to true"
         )
-    for section in ("num_tasks", "samples_per_task", "temperature", "max_new_tokens", "suites"):
-        values = [getattr(s.recipe.evaluate, section) for s in (root, stage)]
-        if section == "suites":
-            values = [s.recipe.suite_tasks(gate.suite) for s in (root, stage)]
-            section = f"suites.{gate.suite}"
-        elif section == "max_new_tokens":
-            values = [s.recipe.evaluate.max_new_tokens or s.recipe.rollout.max_new_tokens
-                      for s in (root, stage)]  # fmt: skip
-        if values[0] != values[1]:
+    start, end = (_evaluation_fields(s.recipe, gate.suite) for s in (root, stage))
+    for field, value in start.items():
+        if value != end[field]:
             raise RecipeError(
-                f"{where}: gate.suite = {gate.suite!r}: evaluate.{section} differs between stages "
-                f"{root.name!r} and {stage.name!r} ({values[0]} and {values[1]}), so their scores "
-                "are not of the same tasks. Set it in [base.evaluate], and a suite's `kind` with "
-                "all of its fields"
+                f"{where}: gate.suite = {gate.suite!r}: {field} differs between stages "
+                f"{root.name!r} and {stage.name!r} ({value} and {end[field]}), so their scores "
+                "do not compare. Set it in [base.evaluate], and a suite's `kind` with all of its "
+                "fields"
             )
+
+
+def _evaluation_fields(recipe: Recipe, suite: str) -> dict[str, Any]:
+    """What decides the score of a student on a suite, by field."""
+    evaluate = recipe.evaluate
+    return {
+        "evaluate.num_tasks": evaluate.num_tasks,
+        "evaluate.samples_per_task": evaluate.samples_per_task,
+        "evaluate.temperature": evaluate.temperature,
+        "evaluate.max_new_tokens": evaluate.max_new_tokens or recipe.rollout.max_new_tokens,
+        f"evaluate.suites.{suite}": recipe.suite_tasks(suite),
+        "rollout.stop": recipe.rollout.stop,
+    }
