@@ -373,7 +373,7 @@ def _restore_run(recipe: Recipe, run: str | Path, checkpoint: Path | None) -> tu
     from courtside.training import checkpoints
 
     trained = RunFolder.read(run).recipe().student
-    for field in ("model", "adapter", "lora", "keep_layers"):
+    for field in ("model", "adapter", "average_with", "lora", "keep_layers"):
         if getattr(recipe.student, field) != getattr(trained, field):
             raise UserError(
                 f"student.{field}: {run} trained another student. Override other sections only"
