@@ -82,6 +82,10 @@ NOT_MIXES: dict[str, list[tuple[dict[str, Any], list[float]]]] = {
         ({**KL, "name": "c", "against": "reference", "clip": 0.2}, SOME[:N]),
         ({**GAP, "truncate": 1.1}, LAST),
     ],
+    "gated, capped": [({**KL, "clip": 0.1, "gate": {"direction": "rejected"}}, SOME[:N])],
+    "contrasted, entropy-aware": [
+        ({**KL, "contrast": 0.5, "entropy_aware": {"threshold": 2.5}}, ALL), ({**GAP}, LAST)
+    ],
     "baseline where the reference is": [
         ({**GAP, "baseline": True}, ALL), ({**KL, "against": "reference"}, LAST)
     ],
@@ -289,10 +293,11 @@ def add_support(watched: dict[str, Any], p_MV: Tensor, q_MV: Tensor, support: An
 # ── equality ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("losses", MIXES)
+@pytest.mark.parametrize("losses", [*MIXES, *NOT_MIXES])
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "scale": 1.3}], ids=["plain", "capped"])
 def test_the_same_as_one_whole_graph(losses: str, options: dict[str, float]) -> None:
-    ours, right = run(MIXES[losses], **options), naive(MIXES[losses], **options)
+    mix = (MIXES | NOT_MIXES)[losses]
+    ours, right = run(mix, **options), naive(mix, **options)
     assert ours["values"].keys() == right["values"].keys()
     assert ours["metrics"].keys() == right["metrics"].keys()
     # The overlap is a float32 share; advantages are exact.
