@@ -36,16 +36,21 @@ random, so any real token would be sampled now and then."""
 
 QWEN3 = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
          "head_dim": 128}  # fmt: skip
+LARGE_QWEN3 = {**QWEN3, "num_hidden_layers": 36, "num_attention_heads": 32}
 SHAPES: dict[str, dict[str, int]] = {
     "0.6b": {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
     "1.7b": {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
+    "4b": {**LARGE_QWEN3, "hidden_size": 2560, "intermediate_size": 9728},
+    "8b": {**LARGE_QWEN3, "hidden_size": 4096, "intermediate_size": 12288},
     "tiny": {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
              "head_dim": 16, "hidden_size": 32, "intermediate_size": 64},
     "tiny-teacher": {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                      "head_dim": 16, "hidden_size": 48, "intermediate_size": 96},
 }  # fmt: skip
-TEACHERS = {"0.6b": "1.7b", "1.7b": "1.7b", "tiny": "tiny-teacher"}
+TEACHERS = {"0.6b": "1.7b", "1.7b": "1.7b", "4b": "4b", "8b": "8b", "tiny": "tiny-teacher"}
 """By the student's shape."""
+UNTIED = ("8b",)
+"""Shapes whose LM head is not the input embedding."""
 
 SEEDS = {"student": SEED, "teacher": SEED + 1}
 NUM_TURNS = 4
@@ -121,7 +126,8 @@ def write_folder(folder: Path, job: Job, shape: str) -> None:
     tokenizer = make_tokenizer(job.vocab_size)
     for role, model_shape in (("student", shape), ("teacher", TEACHERS[shape])):
         config = Qwen3Config(
-            vocab_size=job.vocab_size, max_position_embeddings=4096, tie_word_embeddings=True,
+            vocab_size=job.vocab_size, max_position_embeddings=4096,
+            tie_word_embeddings=model_shape not in UNTIED,
             architectures=["Qwen3ForCausalLM"], **SHAPES[model_shape],
         )  # fmt: skip
         config.save_pretrained(folder / role)

@@ -1,4 +1,4 @@
-"""Generates docs/reference (recipe, CLI, JSON schema) and docs/python-api.md from the code.
+"""Generates docs/reference (recipe, experiment, CLI, schema) and docs/python-api.md from the code.
 
 With `--check` it writes nothing: it exits with 1 if a page is out of date, or if the tables of
 docs/metrics.md do not have the metric keys of the code.
@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from python_api import api_page
 
+from courtside.experiment.config import ExperimentConfig
 from courtside.recipe import Recipe
 from courtside.recipe.base import RefusedValue
 from courtside.recipe.schema import (
@@ -42,6 +43,7 @@ def main() -> int:
     check = parser.parse_args().check
     pages = {
         "reference/recipe.md": recipe_page(),
+        "reference/experiment.md": experiment_page(),
         "reference/cli.md": command_page(),
         "python-api.md": api_page(GENERATED_BY),
         "reference/recipe.schema.json": json.dumps(
@@ -80,20 +82,32 @@ class Headings:
 
 
 def recipe_page() -> str:
-    headings = Headings()
-    sections = [("recipe", Recipe)]
-    for name, field in Recipe.model_fields.items():
-        sections += _sections(name, field.annotation)
-    for title, section in sections:
-        headings.titles.setdefault(section, title)
-    blocks = [
-        "# Recipe reference",
-        GENERATED_BY,
+    about = (
         "A recipe is a TOML file. A key can be changed on the command line, as in "
         "`courtside train recipe.toml train.steps=10 losses.0.weight=2`; `key=null` removes one. "
         "Unknown keys, wrong types and combinations that cannot work are refused. "
-        "`courtside schema` prints the same as JSON schema, for editors.",
-    ]
+        "`courtside schema` prints the same as JSON schema, for editors."
+    )
+    return file_page("recipe", Recipe, about)
+
+
+def experiment_page() -> str:
+    about = (
+        "An `experiment.toml` names arms, learning rates and seeds for `courtside experiment` "
+        "([how](../experiments.md)). Unknown keys, wrong types and names of arms or variants that "
+        "do not exist are refused."
+    )
+    return file_page("experiment", ExperimentConfig, about)
+
+
+def file_page(name: str, root: type[BaseModel], about: str) -> str:
+    headings = Headings()
+    sections = [(name, root)]
+    for key, field in root.model_fields.items():
+        sections += _sections(key, field.annotation)
+    for title, section in sections:
+        headings.titles.setdefault(section, title)
+    blocks = [f"# {name.capitalize()} reference", GENERATED_BY, about]
     for section, title in headings.titles.items():
         blocks += _section_block(section, title, headings)
     return "\n\n".join(blocks)
@@ -128,7 +142,7 @@ def _section_block(section: type[BaseModel], title: str, headings: Headings) -> 
         yield " ".join(text.split())
     rows = [
         (
-            f"`{name}`",
+            f"`{field.alias or name}`",
             _describe_type(field.annotation, field.metadata, headings),
             _default(field),
             _one_line(field.description),

@@ -178,8 +178,7 @@ def over_runs(arm: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _over_seeds(values: list[float]) -> dict[str, Any]:
-    sys.path.insert(0, str(ROOT / "recipes"))
-    from study_arms import over_seeds
+    from courtside.experiment.arms import over_seeds
 
     return over_seeds(values)
 
@@ -244,7 +243,7 @@ def arm_rows(study: str, measure: str, style: str = "%") -> list[list[str]]:
     return [header] + [
         [f"`{arm}`"]
         + [
-            format_value(section["arms"][arm][f"{measure}_after"], style)
+            format_value(section["arms"][arm][_key(measure, "after")], style)
             if arm in section["arms"]
             else ""
             for section in variants.values()
@@ -255,7 +254,11 @@ def arm_rows(study: str, measure: str, style: str = "%") -> list[list[str]]:
 
 def _before(section: Mapping[str, Any], measure: str) -> str:
     first = next(iter(section["arms"].values()))
-    return f"{first[f'{measure}_before']['mean']:.1%}"
+    return f"{first[_key(measure, 'before')]['mean']:.1%}"
+
+
+def _key(measure: str, when: str) -> str:
+    return when if measure == "score" else f"{measure}_{when}"
 
 
 def contrast_rows(study: str, style: str = "points", variant: str = "") -> list[list[str]]:

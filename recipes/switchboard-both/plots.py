@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from study_marks import draw_dot, draw_rule, draw_text, linear_scale, render_svg
+from courtside.experiment.marks import draw_dot, draw_rule, draw_text, linear_scale, render_svg
 
 ARMS = {
     "hint": ("hint", "#1f5fbf"),

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from courtside.experiment.marks import draw_dot, draw_rule, draw_text, linear_scale, render_svg
 from courtside.report.page.svg import ticks
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from study_marks import draw_dot, draw_rule, draw_text, linear_scale, render_svg
 
 ARMS = {
     "hint": ("hint on that turn", "#1f5fbf", ""),

@@ -10,15 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from courtside import errors
-    from courtside.api import evaluate_student, export, rescore, show, train
+    from courtside.api import (
+        evaluate_student,
+        export,
+        export_corrections,
+        rescore,
+        show,
+        train,
+    )
+    from courtside.comparison.comparison import Comparison, compare
+    from courtside.planning.plan import CostPlan, plan
     from courtside.recipe import Recipe
     from courtside.recipe.load import load_recipe, parse_recipe
+    from courtside.recipe.pipeline import load_pipeline
     from courtside.report.folder.folder import RunFolder
     from courtside.types import Evaluation, Grade, Message, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Comparison",
+    "CostPlan",
     "Evaluation",
     "Grade",
     "Message",
@@ -28,11 +40,15 @@ __all__ = [
     "Trajectory",
     "Turn",
     "__version__",
+    "compare",
     "errors",
     "evaluate_student",
     "export",
+    "export_corrections",
+    "load_pipeline",
     "load_recipe",
     "parse_recipe",
+    "plan",
     "rescore",
     "show",
     "train",
@@ -40,6 +56,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Comparison": "courtside.comparison.comparison",
+    "CostPlan": "courtside.planning.plan",
     "Evaluation": "courtside.types",
     "Grade": "courtside.types",
     "Message": "courtside.types",
@@ -48,10 +66,14 @@ _HOMES = {
     "Task": "courtside.types",
     "Trajectory": "courtside.types",
     "Turn": "courtside.types",
+    "compare": "courtside.comparison.comparison",
     "evaluate_student": "courtside.api",
     "export": "courtside.api",
+    "export_corrections": "courtside.api",
+    "load_pipeline": "courtside.recipe.pipeline",
     "load_recipe": "courtside.recipe.load",
     "parse_recipe": "courtside.recipe.load",
+    "plan": "courtside.planning.plan",
     "rescore": "courtside.api",
     "show": "courtside.api",
     "train": "courtside.api",

@@ -10,22 +10,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from courtside.errors import ModelError, RecipeError, UserError
+from courtside.errors import ModelError, UserError
 from courtside.recipe import Recipe
 from courtside.recipe.load import RECIPE_PATH, load_recipe, require_path
 from courtside.sanitize import truncate
 from courtside.types import Evaluation, Scored, Split
 
 if TYPE_CHECKING:
+    from courtside.artifacts.corrections import CorrectionFormat, ExportedCorrections
     from courtside.artifacts.export import ExportDtype
     from courtside.assemble.preview import Preview
+    from courtside.recipe.pipeline import Pipeline
     from courtside.report.console import RunConsole
     from courtside.report.folder.folder import RunFolder
     from courtside.runtime import Runtime
 
 
 def train(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | Pipeline | str | Path,
     folder: str | Path | None = None,
     *,
     console: RunConsole | None = None,
@@ -35,50 +37,45 @@ def train(
 
     `recipe`: also a TOML file or the name of a built-in recipe, whose folder is runs/NAME by
     default. `quiet`: print nothing; the lines go to the logger `courtside`. `console`: print there.
+
+    A pipeline (a TOML file with [[stages]], or `load_pipeline`'s) runs its stages one after the
+    other, each into `stages/01-NAME` of the folder, and the last stage's run folder is returned.
     """
-    import torch
-
-    from courtside.assemble import assemble
-    from courtside.loop import train_loop
+    from courtside.pipeline.runner import run_pipeline
+    from courtside.recipe.builtin import find_recipe
+    from courtside.recipe.pipeline import Pipeline, is_pipeline, load_pipeline
     from courtside.report.console import choose_console
-    from courtside.report.folder.folder import RunFolder
-    from courtside.run import Run
+    from courtside.train_run import train_run
 
-    _check_recipe(recipe, "train")
+    if not isinstance(recipe, Pipeline):
+        _check_recipe(recipe, "train")
     if folder is not None:
         folder = require_path(folder, "train: folder", "the path of the run folder as str or Path")
     console = choose_console(console, quiet=quiet)
     path = _default_folder(recipe) if folder is None else folder
-    recipe = _load(recipe)
-    _discard_failed_start(path, recipe)
-    if note := _check_resumable(path, recipe):
-        console.print_line(note)
-    with RunFolder.open(path, recipe) as opened:
-        try:
-            console.phase("loading models")
-            num_threads = opened.environment().get("threads")
-            parts = assemble(recipe, trains=True, num_threads=num_threads)
-            opened.record_threads(torch.get_num_threads())
-            run = Run(parts, opened, console)
-        except BaseException:
-            console.finish()  # else the loop does
-            raise
-        train_loop(parts, run)
-        run.write_report()
-    return RunFolder.read(path)
+    if isinstance(recipe, str | Path) and is_pipeline(find_recipe(str(recipe))):
+        recipe = load_pipeline(recipe)
+    if isinstance(recipe, Pipeline):
+        return run_pipeline(recipe, path, console)
+    return train_run(_load(recipe), path, console)
 
 
 def write_report(run: str | Path) -> Path:
-    """Write `report.html` again from the run folder, and return its path.
+    """Write `report.html` again from the folder of a run or pipeline, and return its path.
 
     Damaged parts of the folder are named on the page. Where the student's tokenizer cannot be
     loaded, tokens are not colored, and a warning is logged.
     """
     from courtside.evaluate.comparisons import compare_evaluations
     from courtside.report.folder.folder import RunFolder
+    from courtside.report.folder.pipeline_folder import PipelineFolder, is_pipeline_folder
     from courtside.report.page.page import write_report
 
     _check_run(run, "write_report")
+    if is_pipeline_folder(run):
+        from courtside.pipeline.reporting import write_pipeline_report
+
+        return write_pipeline_report(PipelineFolder.read(Path(run)))
     folder = RunFolder.read(run)
     decode = _make_decode(folder.recipe())
     return write_report(folder, differences=compare_evaluations(folder), decode=decode)
@@ -108,6 +105,7 @@ def evaluate_student(
 ) -> list[Evaluation]:
     """Evaluate the student of a recipe: untrained, or at `step` of `run` (the last checkpoint).
 
+    Where nothing answers the student in its tasks (documents), it is evaluated on the suites.
     `recipe`: unset, the run's own; also a TOML file or a built-in recipe's name. `teacher`:
     evaluate the teacher with its context, too. What is measured of a run is stored in it
     (`RunFolder.further_evaluations`). `console`, `quiet`: as in `train`.
@@ -130,11 +128,12 @@ def evaluate_student(
         recipe = RunFolder.read(run).recipe()
     else:
         raise UserError("evaluate_student: give a recipe, or run= for the student of a run")
-    if recipe.tasks.is_recorded:
+    if recipe.tasks.is_recorded and not recipe.evaluate.suites:
         raise UserError(
             f"tasks.kind = {recipe.tasks.kind!r}: nothing answers the student there. Override "
             "tasks.kind and the rest of [tasks] with tasks that can be answered, and set "
-            "rollout.student_fraction=1"
+            "rollout.student_fraction=1; or add a suite with a kind of its own, as in "
+            "evaluate.suites.sums.kind=arithmetic"
         )
     try:
         return _evaluate(
@@ -169,7 +168,10 @@ def _evaluate(
         raise UserError("--teacher: this recipe has no teacher that can answer before the student")
     console.watch(parts.progress)
     evaluations = []
-    for policy in ("student", "teacher") if teacher else ("student",):
+    policies = ["student", *(["teacher"] if teacher else [])]
+    if recipe.tasks.is_recorded:  # nothing answers in its own tasks
+        policies = [f"student:{suite}" for suite in recipe.evaluate.suites]
+    for policy in policies:
         console.print_line(f"evaluating the {policy}")
         console.phase("evaluate")
         evaluation = parts.evaluator.evaluate(
@@ -215,6 +217,24 @@ def export(
     if push is not None:
         push_folder(hub, to, push)
     return to
+
+
+def export_corrections(
+    run: str | Path, to: str | Path, *, format: CorrectionFormat = "pairs"
+) -> ExportedCorrections:
+    """Write a run's corrected drafts as JSON lines that `datasets` and TRL read.
+
+    `format`: "pairs" has prompt, chosen and rejected; "completions" prompt and completion, of
+    repairs and of the better ones of pairs.
+    """
+    from courtside.artifacts.corrections import CorrectionFormat, write_corrections
+    from courtside.report.folder.folder import RunFolder
+
+    _check_run(run, "export_corrections")
+    to = require_path(to, "export_corrections: to", "the path of the file to write as str or Path")
+    if format not in (formats := get_args(CorrectionFormat)):
+        raise UserError(f"export_corrections: format = {format!r}; use one of {list(formats)}")
+    return write_corrections(RunFolder.read(run), to, format=format)
 
 
 def serving_command(run: str | Path, exported: str | Path) -> str | None:
@@ -265,7 +285,7 @@ def rescore(
         console.print_line(f"scoring step {step}")
         trajectories = [stored.trajectory for stored in folder.trajectories(step)]
         reading = parts.reader(trajectories)
-        scored: list[Scored] = parts.teacher(trajectories, reading.hints)
+        scored: list[Scored] = parts.teacher.score(trajectories, reading.hints)
         metrics = MetricAccumulator()
         terms = parts.student.make_terms(scored)
         parts.student.accumulate(step, scored, terms, metrics)
@@ -307,12 +327,13 @@ def _load(recipe: Recipe | str | Path) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
 
 
-def _default_folder(recipe: Recipe | str | Path) -> Path:
+def _default_folder(recipe: Recipe | Pipeline | str | Path) -> Path:
     from courtside.recipe.builtin import default_run_folder, find_recipe
 
-    if isinstance(recipe, Recipe):
+    if not isinstance(recipe, str | Path):
         raise UserError(
-            "train: a Recipe has no name. Give the run folder, as in train(recipe, DIR)"
+            f"train: a {type(recipe).__name__} has no name. Give the run folder, as in "
+            "train(recipe, DIR)"
         )
     return default_run_folder(find_recipe(str(recipe)))
 
@@ -368,66 +389,3 @@ def _restore_run(recipe: Recipe, run: str | Path, checkpoint: Path | None) -> tu
         )
     restore(parts, saved)
     return parts, saved.num_steps
-
-
-def _check_resumable(path: Path, recipe: Recipe) -> str | None:
-    """Refuse a run that lost its checkpoints, or did more steps; a note on one to extend."""
-    from courtside.report.folder.folder import RunFolder
-    from courtside.report.folder.locking import RECIPE
-    from courtside.training import checkpoints
-
-    if not (path / RECIPE).is_file():
-        return None
-    folder = RunFolder.read(path)
-    old, latest = folder.recipe(), checkpoints.latest(folder.checkpoints)
-    num_steps = 0 if latest is None else checkpoints.num_steps_of(latest)
-    if latest is None:
-        num_recorded = len(folder.metrics())
-        is_finished = any(e.step == old.train.steps for e in folder.evaluations())
-        if num_recorded > old.run.checkpoint_every or is_finished:
-            raise UserError(
-                f"{path}: has metrics of {num_recorded} steps and no checkpoint; "
-                f"{folder.checkpoints} was deleted. Put it back to go on, or train from the "
-                "beginning in another folder"
-            )
-    if recipe.train.steps < num_steps:
-        raise RecipeError(
-            f"train.steps = {recipe.train.steps}: {path} has done {num_steps} steps already. Give "
-            "at least as many, or another folder"
-        )
-    if recipe.train.steps == old.train.steps or not num_steps:
-        return None
-    note = f"train.steps: {old.train.steps} → {recipe.train.steps}"
-    if recipe.train.lr_schedule != "constant":
-        note += (
-            f"; from here on the {recipe.train.lr_schedule} schedule reaches zero at step "
-            f"{recipe.train.steps}, so the learning rate jumps"
-        )
-    return note
-
-
-def _discard_failed_start(path: Path, recipe: Recipe) -> None:
-    """A start that trained nothing must not block its folder for a corrected recipe."""
-    from courtside.report.folder import toml
-    from courtside.report.folder.files import replace_file
-    from courtside.report.folder.folder import RunFolder
-    from courtside.report.folder.locking import (
-        RECIPE,
-        acquire_lock,
-        dump_recipe,
-        refuse_other_recipe,
-    )
-    from courtside.training import checkpoints
-
-    if not (path / RECIPE).is_file():
-        return
-    with RunFolder(path, acquire_lock(path)) as folder:
-        if folder.metrics() or checkpoints.latest(folder.checkpoints) is not None:
-            return
-        try:
-            refuse_other_recipe(path, folder.recipe(), recipe)
-        except RecipeError:
-            folder.rewind(-1)  # also evaluations before the first step
-            folder.write_costs({})
-            # Last, and replaced: a folder with files and without a recipe is refused.
-            replace_file(path / RECIPE, toml.dumps(dump_recipe(recipe)).encode())

@@ -2,7 +2,7 @@
 
 `UserError` and its children end a command with exit code 2: nothing was trained and nothing was
 lost. `RunError` ends it with exit code 1: the run itself failed, and the message says what is kept
-and how to go on. Broken invariants of our own are `assert`, never these.
+and how to go on; a failed gate with 3. Broken invariants of our own are `assert`, never these.
 """
 
 
@@ -22,6 +22,10 @@ class ModelError(UserError):
     """A model, tokenizer or chat template that is missing or does not fit."""
 
 
+class PlanError(UserError):
+    """An estimate that cannot be made from what was given."""
+
+
 class RunError(RuntimeError):
     """A run that was going and had to stop. What it had saved is still there."""
 
@@ -32,6 +36,14 @@ class NotFiniteError(RunError):
 
 class EnvironmentFaultsError(RunError):
     """Bugs in an environment ended too many episodes. The steps done are saved."""
+
+
+class DraftFailuresError(RunError):
+    """A model that corrects drafts gave too few valid answers. The steps done are saved."""
+
+
+class GateFailedError(RunError):
+    """A stage of a pipeline lost more on a suite than its gate allows. All stages are saved."""
 
 
 class CheckpointError(RunError):

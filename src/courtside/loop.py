@@ -19,13 +19,15 @@ def train_step(parts: Runtime, run: Run, step: int) -> None:
     tasks = parts.tasks.batch(step, parts.recipe.train.prompts_per_step)
     with run.phase("rollout"):
         trajectories = parts.rollout(tasks, step)  # the student samples
+    with run.phase("drafts"):
+        drafts = parts.drafts(trajectories)  # ranked, repaired or criticized, where asked for
     with run.phase("reader"):
-        reading = parts.reader(trajectories)  # hints, for a teacher's context only
+        reading = parts.reader(drafts.trajectories)  # hints, for a teacher's context only
     with run.phase("teacher"):
-        scored = parts.teacher(trajectories, reading.hints)  # same tokens, other context
+        scored = parts.teacher(drafts.trajectories, reading.hints)  # same tokens, other context
     with run.phase("update"), run.save_failed_batch(step, scored):
         update = parts.student.step(step, scored)  # one optimizer step, any mix of losses
         for average in parts.averages.values():
             average.update()  # a teacher that is a moving average of the student
         parts.engine.load_weights(step + 1)  # rollouts follow the student
-    run.record(step, scored, update, reading.counts)
+    run.record(step, scored, update, reading.counts, drafts)

@@ -15,7 +15,9 @@ from urllib.parse import quote
 
 import torch
 
+from courtside.drafts.base import DraftOutcome
 from courtside.errors import (
+    DraftFailuresError,
     EnvironmentFaultsError,
     Interrupted,
     NotFiniteError,
@@ -32,10 +34,12 @@ from courtside.report.alarms import (
     check_empty_update,
     check_missing_metrics,
 )
+from courtside.report.budget import BudgetMeter
 from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter, ModelSizes, check_slowdown
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import write_trajectories
+from courtside.report.metrics import compute_costs
 from courtside.report.page.page import write_report
 from courtside.report.trackers import open_trackers
 from courtside.run_evaluation import RunEvaluation, describe_evaluation
@@ -44,7 +48,7 @@ from courtside.teacher.judging import judge_hints
 from courtside.training import checkpoints
 from courtside.types import Scored, Update
 
-INTERRUPTIBLE_PHASES = ("rollout", "reader", "teacher", "evaluate")
+INTERRUPTIBLE_PHASES = ("rollout", "drafts", "reader", "teacher", "evaluate")
 """In these the student's weights are those of the last whole step."""
 
 
@@ -70,6 +74,9 @@ class Run:
         self._rates: list[float] = []
         """Tokens per second of this process's steps."""
         self._resume()
+        self.budget: BudgetMeter | None = None
+        if self.recipe.train.budget:
+            self.budget = BudgetMeter(self.recipe.train, folder.metrics())
         self.trackers = open_trackers(
             self.recipe.run.trackers,
             folder.path,
@@ -77,6 +84,15 @@ class Run:
             run_name=folder.path.name,
             first_step=self.num_steps,
         )
+
+    @property
+    def budget_end(self) -> str | None:
+        """Which budget is spent; None: there is some left, or none is set."""
+        return None if self.budget is None else self.budget.end
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_steps >= self.recipe.train.steps or self.budget_end is not None
 
     # ── what the loop calls ───────────────────────────────────────────────────────────────────────
 
@@ -103,7 +119,7 @@ class Run:
                 "train.micro_batch_tokens or train.logits_chunk_tokens (neither changes the "
                 f"update) or {fix}, and go on in the same folder"
             ) from error
-        except (UserError, EnvironmentFaultsError):
+        except (UserError, EnvironmentFaultsError, DraftFailuresError):
             # The user must fix something (a task without its field); the steps done are saved.
             if self.num_steps:
                 self._save()
@@ -116,18 +132,17 @@ class Run:
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to do. Evaluates before the first; `record` does after each."""
         total = self.recipe.train.steps
-        if self.num_steps < total:
+        if not self.is_finished:
             self.console.start(self.recipe, total, self.num_steps)
             for note in self.parts.notes:
                 self.console.print_line(note)
         else:
-            self.console.print_line(
-                f"{self.folder.path}: all {total} steps are done; nothing to train"
-            )
+            done = self.budget_end or f"all {total} steps are done"
+            self.console.print_line(f"{self.folder.path}: {done}; nothing to train")
         if missing := check_missing_metrics(self.folder.metrics(), self.num_steps):
             self.console.print_line(missing)
         self._evaluate_if_due()
-        while self.num_steps < total:
+        while not self.is_finished:
             self._stop_if_interrupted()
             yield self.num_steps
 
@@ -158,24 +173,39 @@ class Run:
             ) from error
 
     def record(
-        self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
+        self,
+        step: int,
+        scored: Sequence[Scored],
+        update: Update,
+        reader_counts: Mapping[str, int],
+        drafts: DraftOutcome,
     ) -> None:
         if update.teacher_logp:  # the update scored hints
             scored = judge_hints(scored, update)
         if not any(update.num_tokens.values()):
             check_empty_update(self.recipe, scored, update)
         self.num_steps = step + 1
-        self.meter.add_step(
-            scored, update, counts, sizes=self.sizes, is_recorded=self.recipe.tasks.is_recorded
+        cost = self.meter.add_step(
+            scored,
+            update,
+            reader_counts,
+            sizes=self.sizes,
+            is_recorded=self.recipe.tasks.is_recorded,
+            draft_usage=drafts.usage,
         )
-        last = self.num_steps == self.recipe.train.steps
+        seconds = self.meter.lap()
+        if self.budget is not None:
+            self.budget.add(compute_costs(seconds, cost))
+        last = self.is_finished
         row = self.folder.record(
             step,
             scored,
             update,
-            seconds=self.meter.lap(),
+            seconds=seconds,
+            cost=cost,
             store_trajectories=step % self.recipe.run.trajectories_every == 0 or last,
-            reader_counts=counts if self.recipe.reader is not None else None,
+            reader_counts=reader_counts if self.recipe.reader is not None else None,
+            draft_counts=drafts.counts,
         )
         self.folder.write_costs(self.meter.totals())
         for tracker in self.trackers:
@@ -187,6 +217,10 @@ class Run:
         if step > NUM_COMPARED and row.get("hints/shift", math.inf) < MIN_FIRST_SHIFT:
             self.alarms.check_shifts(step)
         self._note_slowdown(row)
+        if self.budget_end is not None:
+            self.console.print_line(
+                f"ends after {self.num_steps} of {self.recipe.train.steps} steps: {self.budget_end}"
+            )
         if last:
             self.alarms.check_finished(self.num_steps)
         if self.num_steps % self.recipe.run.checkpoint_every == 0 or last:
@@ -236,7 +270,8 @@ class Run:
     # ── evaluations ───────────────────────────────────────────────────────────────────────────────
 
     def _evaluate_if_due(self) -> None:
-        for policies, split in self.recipe.due_evaluations(self.num_steps):
+        due = self.recipe.due_evaluations(self.num_steps, is_last=self.is_finished)
+        for policies, split in due:
             remaining = self.evaluation.select(policies, split, step=self.num_steps)
             if not remaining:
                 continue
@@ -245,7 +280,7 @@ class Run:
                 with self.phase("evaluate"):
                     results = self.evaluation.measure(remaining, split, step=self.num_steps)
             except Exception as error:  # whatever fails after training must not cost the report
-                if self.num_steps < self.recipe.train.steps:
+                if not self.is_finished:
                     raise
                 what = f"{', '.join(remaining)} on {split} tasks"
                 self.alarms.report_unmeasured(what, error, step=self.num_steps)

@@ -23,21 +23,26 @@ class RunEvaluation:
     ) -> None:
         self.parts, self.folder, self.console, self.alarms = parts, folder, console, alarms
         self.recipe = parts.recipe
-        self._skipped: set[Split] = set()
+        self._skipped: set[tuple[Split, str]] = set()
 
     def select(self, policies: Sequence[str], split: Split, *, step: int) -> list[str]:
         """Those of the policies that can be evaluated and have not been after `step` steps."""
         if "teacher" in policies and not self.parts.evaluator.teacher_can_answer():
             return []
         done = {(e.step, e.policy, e.split) for e in self.folder.evaluations()}
-        remaining = [policy for policy in policies if (step, policy, split) not in done]
-        reason = self.parts.evaluator.reason_not_to(split) if remaining else None
-        if reason is None:
-            return remaining
-        if step == 0 and split not in self._skipped:
-            self.console.print_line(f"not evaluated on {split} tasks: {reason}")
-        self._skipped.add(split)
-        return []
+        remaining = []
+        for policy in policies:
+            if (step, policy, split) in done:
+                continue
+            reason = self.parts.evaluator.reason_not_to(split, policy)
+            if reason is None:
+                remaining.append(policy)
+            elif (split, suite := policy.partition(":")[2]) not in self._skipped:
+                what = f"{split} tasks of suite {suite}" if suite else f"{split} tasks"
+                if step == 0:
+                    self.console.print_line(f"not evaluated on {what}: {reason}")
+                self._skipped.add((split, suite))
+        return remaining
 
     def measure(self, policies: Sequence[str], split: Split, *, step: int) -> list[GradedAnswers]:
         evaluator = self.parts.evaluator
@@ -53,12 +58,12 @@ class RunEvaluation:
         return list(results.values())
 
     def _measure_changes(self, evaluation: Evaluation) -> dict[str, float]:
-        """What training did to the answers that the student gave before it. Whatever cannot be
-        measured must not cost the evaluation."""
+        """What training did to the answers that the student gave before it; `evaluation` is that of
+        test tasks after the last step. Whatever cannot be measured must not cost the evaluation."""
         measures: dict[str, Callable[[Sequence[Trajectory]], dict[str, float]]] = {}
         if self.recipe.tasks.is_environment:
             measures["logp_drop"] = partial(logp_drop, engine=self.parts.engine)
-        if self.recipe.evaluate.collateral and evaluation.step == self.recipe.train.steps:
+        if self.recipe.evaluate.collateral:
             measures["collateral"] = partial(
                 measure_collateral,
                 load_untrained=self.parts.load_untrained,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from courtside.chat.template import ChatTemplate
+from courtside.drafts.base import DraftStage
 from courtside.engines.base import Engine, InProcessEngine
 from courtside.evaluate.evaluator import Evaluator
 from courtside.progress import ProgressMeter
@@ -29,6 +30,8 @@ class Runtime:
     recipe: Recipe
     tasks: TaskSource
     rollout: Rollout
+    drafts: DraftStage
+    """Corrects what the student sampled; without `drafts` in the recipe it changes nothing."""
     reader: Reader
     teacher: TeacherStage
     student: Student

@@ -16,3 +16,12 @@ def seed_for(seed: int, *where: int | str) -> int:
 def trajectory_id(step: int, index: int, sample: int) -> str:
     """Of one sample of the batch's task `index`; ids sort in the order of the batch."""
     return f"{step:06d}-{index:03d}-{sample}"
+
+
+def sample_group(id: str) -> str:
+    """What the ids of one prompt's samples share; a task that is in a batch twice has two groups.
+
+    >>> sample_group(trajectory_id(3, 1, 0))
+    '000003-001'
+    """
+    return id.rpartition("-")[0]

@@ -21,6 +21,8 @@ SCHEMA_VERSION = 1
 Split = Literal["train", "validation", "test"]
 Role = Literal["system", "user", "assistant", "tool"]
 Source = Literal["student", "teacher", "dataset"]
+Correction = Literal["choose", "rewrite", "takeover"]
+"""The way of a recipe's `drafts` that made a trajectory a correction of another."""
 StopReason = Literal["eos", "stop_string", "length", "dataset", "turns", "done", "time", "fault"]
 
 
@@ -62,11 +64,12 @@ class Task:
     """A hash of the content: equal ids mean equal tasks, and the split follows from it."""
     split: Split
     messages: tuple[Message, ...]
-    """The student's prompt. Ends with the message to be answered."""
+    """The student's prompt. Ends with the message to be answered, or after it with one of the
+    assistant: a prefill, which the answer continues."""
     answer: str | None = None
     """Reference answer for the grader; the student never sees it."""
     completion: str | None = None
-    """A text to imitate (off-policy distillation)."""
+    """A text to imitate (off-policy distillation), without the prefill."""
     rejected: str | None = None
     """The worse text of a preference pair; `completion` is the better one."""
     privileged: Mapping[str, str] = field(default_factory=dict)
@@ -106,6 +109,15 @@ class Sample:
     def oldest_version(self, requested: int) -> int:
         """`requested`: the version that the engine had when the sample was requested."""
         return min((span.version for span in self.policy_versions), default=requested)
+
+
+class TokenUsage(NamedTuple):
+    """Tokens of one model in a stage."""
+
+    input_tokens: int = 0
+    """Prompts, and sequences that were scored."""
+    output_tokens: int = 0
+    """Sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +187,17 @@ class Trajectory:
     has no [[rewards]], and the grade is the reward."""
     preference: Literal["better", "worse"] | None = None
     """Set on the two members of a preference pair, which share their task."""
+    pair: str | None = None
+    """Names the preference pair of this member; None: the two answers of a data set to one task."""
+    num_replaced: int | None = None
+    """Tokens of the student that the teacher replaced in mixed sampling; None: not sampled so."""
+    draft: str | None = None
+    """Id of the student's trajectory that this one corrects or is preferred to; None: of none."""
+    correction: Correction | None = None
+    """How it corrects `draft`: it ranks above it (`choose`), repairs it (`rewrite`), or plays on
+    from one of its states (`takeover`)."""
+    critique: str | None = None
+    """What a critic wrote about it, for a teacher's context."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -214,6 +237,19 @@ class Trajectory:
         """Indices of turns that can get a hint: assistant turns with completion tokens."""
         turns = enumerate(self.turns)
         return tuple(i for i, t in turns if t.role == "assistant" and any(t.completion_mask))
+
+    def author_of(self, turn: int) -> Source:
+        """Who wrote an assistant turn: what precedes a take-over is the student's."""
+        is_trunk = self.correction == "takeover" and not any(self.turns[turn].completion_mask)
+        return "student" if is_trunk else self.source
+
+    @property
+    def is_pair_copy(self) -> bool:
+        """Whether it repeats one turn of another trajectory as a member of a preference pair, and
+        trains in no other loss."""
+        if self.preference is None or self.correction is None:
+            return False
+        return self.correction == "takeover" or self.preference == "worse"
 
     @property
     def response(self) -> str:
@@ -272,6 +308,24 @@ class HintOutcome:
     def is_harmful(self) -> bool:
         """Whether the turn became more likely under the hint."""
         return self.shift is not None and self.shift < 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeoverOutcome:
+    """What became of a draft that was selected for a take-over by the teacher."""
+
+    turn: int | None
+    """Index of the turn in which the teacher takes over; None: no turn was located."""
+    teacher: str | None = None
+    """Name of the teacher; None: it never sampled."""
+    num_input_tokens: int = 0
+    """What the teacher was given: its prompt, the student's tokens and the environment's."""
+    num_sampled_tokens: int = 0
+    stop: StopReason | None = None
+    grade: Grade | None = None
+    """Of the answer or episode that the teacher finished."""
+    drop_reason: str | None = None
+    """Why it does not train, e.g. "not_passed", "replay"; None: it trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,6 +422,8 @@ class Scored:
     """The student before training, where a loss needs it (extrapolation, preference)."""
     hints: tuple[HintOutcome, ...] = ()
     """Hints for this trajectory, also those that were dropped."""
+    takeover: TakeoverOutcome | None = None
+    """What became of this draft's take-over; None: it was not selected for one."""
 
     @property
     def hint_context(self) -> str:

@@ -87,6 +87,15 @@ def recipes(tiny_folder: Path, tiny_teacher_folder: Path, place: Path) -> dict[s
             rollout=short,
             train={"steps": 4, "prompts_per_step": 3, "learning_rate": 1e-2},
         ),
+        "takeover": small_tree(
+            tiny_folder,
+            tasks={"kind": "arithmetic"},
+            teacher=average | {"context": context},
+            rollout=short | {"mixed_sampling": {"top_k": 30, "fraction": 0.5}},
+            takeover={"select": "all", "require": "none", "pair": True},
+            losses=[{"kind": "divergence", "on": "all"}, {"kind": "preference", "weight": 0.1}],
+            train={"steps": 4, "prompts_per_step": 2, "learning_rate": 3e-3},
+        ),
     }  # fmt: skip
 
 
@@ -150,7 +159,7 @@ def test_the_runs_are_worth_comparing(unbroken):
     assert len(steps) == 3
 
 
-NAMES = ["full", "lora", "average", "routes"]
+NAMES = ["full", "lora", "average", "routes", "takeover"]
 
 
 @pytest.mark.parametrize("name", NAMES)

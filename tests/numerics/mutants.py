@@ -254,6 +254,14 @@ policy_gradient.py
 + weight_N=self.weight_N[: rows.stop - rows.start],
 
 preference.py
+- (margin_N - 1 / (2 * beta)).square()
++ (margin_N - 1 / beta).square()
++ (margin_N + 1 / (2 * beta)).square()
++ (margin_N - 1 / (2 * beta)).abs()
+- (1 / beta - 2 * margin_N).detach()
++ (1 / beta - margin_N).detach()
++ (2 * margin_N - 1 / beta).detach()
++ (1 / beta - 2 * margin_N)
 - -logsigmoid(beta * margin_N)
 + -logsigmoid(-beta * margin_N)
 + -logsigmoid(margin_N)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+import runpy
 from pathlib import Path
 
 import pytest
 
 from courtside.api import train
 from courtside.recipe.load import load_recipe
+from courtside.recipe.pipeline import is_pipeline, load_pipeline
+from courtside.report.folder.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(p for p in (ROOT / "recipes").glob("*/*.toml") if p.name != "study.toml")
+FILES = sorted(p for p in (ROOT / "recipes").glob("*/*.toml") if p.name != "experiment.toml")
+PIPELINES = [file for file in FILES if is_pipeline(file)]
+RECIPES = [file for file in FILES if file not in PIPELINES]
 SMALL = (
     "train.steps=2", "train.prompts_per_step=2", "train.warmup_steps=0", "evaluate.num_tasks=4",
     "rollout.max_new_tokens=8",
@@ -54,3 +60,41 @@ def test_recipe_trains(
         f"student:{name}" for name in recipe.evaluate.suites
     }
     assert (run.path / "report.html").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("file", PIPELINES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_pipeline_trains(file: Path, tmp_path: Path, roomy_folder: Path) -> None:
+    overrides = [f"base.student.model={roomy_folder}", "base.evaluate.num_tasks=2"]
+    overrides += ["base.evaluate.max_new_tokens=4"]
+    stages = load_pipeline(file).stages
+    for stage in stages:
+        where = f"stages.{stage.name}"
+        overrides += [f"{where}.train.steps=2", f"{where}.train.prompts_per_step=2"]
+        if not stage.recipe.tasks.is_recorded:
+            overrides.append(f"{where}.rollout.max_new_tokens=4")
+        if stage.recipe.teacher is not None:
+            overrides.append(f"{where}.teacher.model={roomy_folder}")
+        if stage.gate is not None:
+            overrides.append(f"{where}.gate.max_loss=1.0")
+    pipeline = load_pipeline(file, overrides)
+    last = train(pipeline, tmp_path / "run", quiet=True)
+    assert last.path.name == stages[-1].folder_name
+    for stage in pipeline.stages:
+        run = RunFolder.read(tmp_path / "run" / "stages" / stage.folder_name)
+        assert [row["step"] for row in run.metrics()] == [0, 1]
+        assert all(row["grad_norm"] > 0 for row in run.metrics() if stage.recipe.teacher is None)
+        assert {e.policy for e in run.evaluations() if e.step == 2} >= {
+            f"student:{name}" for name in stage.recipe.evaluate.suites
+        }
+    assert (tmp_path / "run" / "report.html").stat().st_size > 5000
+
+
+def test_the_facts_are_those_of_their_script(tmp_path: Path) -> None:
+    folder = ROOT / "recipes" / "continual"
+    runpy.run_path(str(folder / "make_facts.py"))["write_files"](tmp_path)
+    for file in (*folder.glob("facts/*.txt"), folder / "questions.jsonl"):
+        assert (tmp_path / file.relative_to(folder)).read_bytes() == file.read_bytes()
+    facts = "".join(file.read_text() for file in folder.glob("facts/*.txt"))
+    questions = [json.loads(line) for line in (folder / "questions.jsonl").open()]
+    assert len(questions) == 40
+    assert all(q["answer"] in facts and q["prompt"] not in facts for q in questions)

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-STUDY = ROOT / "recipes/switchboard"
+EXPERIMENT = ROOT / "recipes/switchboard/experiment.toml"
 sys.path.insert(0, str(ROOT / "recipes"))
 
 import gate  # noqa: E402
-import study_plan  # noqa: E402
 
 from courtside.assemble import assemble  # noqa: E402
 from courtside.assemble.inputs import load_inputs  # noqa: E402
 from courtside.environments.switchboard.environment import Switchboard  # noqa: E402
 from courtside.environments.switchboard.episode import habitual_reply, right_reply  # noqa: E402
+from courtside.experiment.plan import Plan, read_plan  # noqa: E402
+from courtside.experiment.schedule import make_job  # noqa: E402
 from courtside.recipe import Recipe  # noqa: E402
 from courtside.recipe.load import load_recipe  # noqa: E402
 from courtside.recipe.tasks import SwitchboardTasks  # noqa: E402
@@ -31,22 +32,22 @@ CONTRASTS = ("random_turn", "wrong_kind", "penalty", "careful", "all_rules")
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> study_plan.Plan:
-    return study_plan.read_plan(STUDY, tmp_path_factory.mktemp("out"), ())
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return read_plan(EXPERIMENT, tmp_path_factory.mktemp("out"))
 
 
 @pytest.fixture(scope="module")
-def recipes(plan: study_plan.Plan) -> dict[str, Recipe]:
-    """By arm, as a run of the study would have it."""
+def recipes(plan: Plan) -> dict[str, Recipe]:
+    """By arm, as a run of the experiment would have it."""
     return {
         name: load_recipe(job.recipe, [*job.overrides, "student.adapter=null"])
         for name, arm in plan.arms.items()
-        for job in [study_plan.job(plan, arm, "hard", 3e-5, 5)]
+        for job in [make_job(plan, arm, "hard", 3e-5, 5)]
     }
 
 
-def test_every_arm_of_the_study_has_the_same_tasks_tests_and_seeds(
-    plan: study_plan.Plan, recipes: dict[str, Recipe]
+def test_every_arm_of_the_experiment_has_the_same_tasks_tests_and_seeds(
+    plan: Plan, recipes: dict[str, Recipe]
 ) -> None:
     assert plan.first == ("hint", *CONTRASTS)
     first = recipes["hint"]
@@ -71,7 +72,7 @@ def _board_tasks(recipe: Recipe) -> SwitchboardTasks:
     return recipe.tasks
 
 
-def test_arms_that_only_move_or_reword_take_the_rate_of_the_hint(plan: study_plan.Plan) -> None:
+def test_arms_that_only_move_or_reword_take_the_rate_of_the_hint(plan: Plan) -> None:
     variations = {"random_turn", "wrong_kind", "careful", "hint_rule", "mirror_turn", "bit_hint"}
     assert {name for name, arm in plan.arms.items() if arm.rate_of == "hint"} == {
         "hint",
@@ -105,7 +106,7 @@ def test_reworded_hints_are_those_of_the_design(recipes: dict[str, Recipe]) -> N
 
 def small_hint_recipe(folder: Path) -> Recipe:
     return load_recipe(
-        STUDY / "hint.toml",
+        EXPERIMENT.with_name("hint.toml"),
         [
             f"student.model={folder}", "student.adapter=null", "tasks.turns=8",
             "evaluate.num_tasks=16", "evaluate.suites={}", "rollout.max_new_tokens=4",
@@ -201,8 +202,9 @@ def test_the_command_writes_its_numbers(
         f"student.model={roomy_folder}", "student.adapter=null", "tasks.turns=8",
         "evaluate.suites={}", "rollout.max_new_tokens=4",
     ]  # fmt: skip
-    arguments = ["gate.py", str(STUDY / "hint.toml"), "--to", str(result), "--episodes", "2",
-                 "--replies", "1", "--with", *overrides]  # fmt: skip
+    recipe = str(EXPERIMENT.with_name("hint.toml"))
+    arguments = ["gate.py", recipe, "--to", str(result), "--episodes", "2", "--replies", "1",
+                 "--with", *overrides]  # fmt: skip
     monkeypatch.setattr(sys, "argv", arguments)
     gate.main()
     result_tree = json.loads(result.read_text())

@@ -136,6 +136,25 @@ def half_file(number: int) -> None:
     replace_call(checkpoints, "save_file", number, write_half)
 
 
+def in_handover(what: str, number: int, moment: str) -> None:
+    """A kill just before or after the n-th call on the way from one stage to the next."""
+    from courtside.artifacts import export
+    from courtside.pipeline import handover, runner
+    from courtside.report.folder import pipeline_folder
+
+    def kill(real: Any, *args: Any, **options: Any) -> None:
+        if moment == "after":
+            real(*args, **options)
+        die()
+
+    owner = {
+        "hand_over": runner, "write_export": handover, "merge_student": export,
+        "write_model_card": export, "train_run": runner, "checkpoint_sum": runner,
+        "write_record": pipeline_folder.PipelineFolder, "promote": pipeline_folder.PipelineFolder,
+    }[what]  # fmt: skip
+    replace_call(owner, what, number, kill)
+
+
 def half_line(number: int) -> None:
     """The n-th line of a log is half written."""
     from courtside.report.folder import files
@@ -190,7 +209,8 @@ AT_END: list[Callable[[], None]] = []
 FAULTS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
-        at_call, in_checkpoint, half_file, half_line, full_disk, read_only, count_calls,
+        at_call, in_checkpoint, in_handover, half_file, half_line, full_disk, read_only,
+        count_calls,
     )
 }  # fmt: skip
 
@@ -200,12 +220,14 @@ FAULTS: dict[str, Callable[..., None]] = {
 
 def child(request: dict[str, Any]) -> int:
     from courtside.api import train
-    from courtside.errors import Interrupted, RunError, UserError
+    from courtside.errors import GateFailedError, Interrupted, RunError, UserError
     from courtside.interrupts import StopSignal, raise_on_termination
     from courtside.recipe.load import parse_recipe
+    from courtside.recipe.pipeline import parse_pipeline
     from courtside.report.console import PlainConsole
 
-    recipe = parse_recipe(request["recipe"])
+    tree = request["recipe"]
+    recipe = parse_pipeline(tree) if "stages" in tree else parse_recipe(tree)
     raise_on_termination()
     if request["fault"]:
         name, *arguments = request["fault"]
@@ -221,6 +243,9 @@ def child(request: dict[str, Any]) -> int:
     except StopSignal as stop:
         print(stop)
         return 128 + stop.number
+    except GateFailedError as error:
+        print(f"{type(error).__name__}: {error}")
+        return 3
     except RunError as error:
         print(f"{type(error).__name__}: {error}")
         return 1
@@ -235,8 +260,11 @@ def warm_up(tree: dict[str, Any]) -> None:
 
     from courtside.assemble import assemble
     from courtside.recipe.load import parse_recipe
+    from courtside.recipe.pipeline import parse_pipeline
 
     torch.set_num_threads(1)
+    if "stages" in tree:
+        tree = parse_pipeline(tree).stages[0].recipe.model_dump(mode="json", exclude_unset=True)
     parts = assemble(parse_recipe(tree | {"student": tree["student"] | {"device": "cpu"}}))
     parts.teacher(parts.rollout(parts.tasks.batch(0, 1), 0))
 

@@ -138,6 +138,8 @@ def naive_loss(
     for loss in losses:
         on = loss.get("on", "all")
         group = [s for s in scored if on in ("all", s.trajectory.source)]
+        if on == "chosen":
+            group = [s for s in scored if s.trajectory.preference == "better"]
         if loss["kind"] in ("divergence", "policy_gradient") and loss.get("advantage") != "reward":
             group = [s for s in group if s.target is not None]
         if loss["kind"] == "preference":
@@ -148,7 +150,10 @@ def naive_loss(
                          - logp_of(ref, s.trajectory)[1].sum().detach()
                          for s in (better, worse)]  # fmt: skip
                 margins.append(gains[0] - gains[1])
-            mean = -logsigmoid(loss["beta"] * torch.stack(margins)).mean()
+            if loss.get("form") == "ipo":
+                mean = ((torch.stack(margins) - 1 / (2 * loss["beta"])) ** 2).mean()
+            else:
+                mean = -logsigmoid(loss["beta"] * torch.stack(margins)).mean()
         else:
             terms = []
             for s in group:

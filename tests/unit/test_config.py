@@ -126,7 +126,8 @@ def problems(changes: dict[str, Any]) -> list[str]:
          "student.gradient_checkpointing: must be true or false; got 1"),
         ({"rollout": {"stop": "END"}}, 'rollout.stop: must be a list; got "END"'),
         ({"train": 3},
-         "train: must be a section with steps, prompts_per_step, learning_rate, lr_schedule, "
+         "train: must be a section with steps, max_student_tokens, max_teacher_tokens, max_flops, "
+         "max_seconds, prompts_per_step, learning_rate, lr_schedule, "
          "warmup_steps, "
          "weight_decay, betas, max_grad_norm, optimizer_offload, micro_batch_tokens, "
          "logits_chunk_tokens; got 3"),

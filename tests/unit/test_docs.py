@@ -22,10 +22,14 @@ from typer.main import get_command
 import courtside
 from courtside import errors
 from courtside.cli.app import app
+from courtside.experiment.config import ExperimentConfig, find_experiment
+from courtside.experiment.plan import read_plan
+from courtside.experiment.schedule import list_recipes
 from courtside.losses.divergences import registry
 from courtside.recipe import Recipe
 from courtside.recipe.builtin import builtin_recipe_files, find_recipe
 from courtside.recipe.load import load_recipe, parse_recipe, parse_tasks_section
+from courtside.recipe.pipeline import is_pipeline, load_pipeline, parse_pipeline
 from courtside.recipe.schema import field_type, sections_by_kind, union_members
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -109,6 +113,12 @@ def first_column(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
 def test_recipes_in_the_docs_are_valid(block: Block) -> None:
     tree = tomllib.loads(block.text)
+    if block.comment == "experiment":
+        ExperimentConfig.model_validate_json(json.dumps(tree), strict=True)
+        return
+    if "stages" in tree:
+        parse_pipeline(tree, name=str(block))
+        return
     if block.comment:
         kind, _, names = block.comment.partition(": ")
         assert kind == "partial"
@@ -127,12 +137,15 @@ def test_recipes_are_marked_as_such(block: Block) -> None:
 def test_every_recipe_in_the_tree_is_valid() -> None:
     assert {"shared-rule"} <= builtin_recipe_files().keys()
     for file in (REPOSITORY / "recipes").glob("*/*.toml"):
-        if file.name != "study.toml":
+        if is_pipeline(file):
+            load_pipeline(file)
+        elif file.name != "experiment.toml":
             load_recipe(file)
 
 
 FIELD = re.compile(
-    r"(student|tasks|rollout|reader|hints|teacher|losses|train|evaluate|run)\.([a-z_.]+)(?: = .*)?"
+    r"(student|tasks|rollout|reader|hints|teacher|takeover|losses|train|evaluate|run)"
+    r"\.([a-z_.]+)(?: = .*)?"
 )
 
 
@@ -197,6 +210,11 @@ def test_commands_parse(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert parsed["name"] in builtin_recipe_files()
     if "overrides" not in parsed:
         return
+    if verb == "experiment":
+        if Path(parsed["path"]).exists():
+            plan = read_plan(find_experiment(parsed["path"]), tmp_path, parsed["overrides"] or ())
+            assert list(list_recipes(plan))
+        return
     if verb == "check-env" and ":" in parsed["target"]:
         tasks = {"kind": "environment", "path": parsed["target"]}
         parse_tasks_section(tasks, parsed["overrides"] or ())
@@ -205,7 +223,11 @@ def test_commands_parse(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file = tmp_path / "mine.toml"
     file.write_text(next(b.text for b in blocks("toml") if b.page.name == "quickstart.md"))
     target = parsed.get("recipe") or parsed.get("target") or str(parsed["run"])
-    load_recipe(recipe_meant_by(target) or file, parsed["overrides"] or ())
+    overrides = parsed["overrides"] or ()
+    if any(override.startswith(("stages.", "base.")) for override in overrides):
+        file.write_text(next(b.text for b in blocks("toml") if b.page.name == "pipelines.md"))
+    recipe = recipe_meant_by(target) or file
+    (load_pipeline if is_pipeline(recipe) else load_recipe)(recipe, overrides)
 
 
 def test_make_targets_exist() -> None:

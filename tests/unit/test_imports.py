@@ -12,7 +12,7 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "pyarrow", "numpy", "sympy
          "uvicorn")  # fmt: skip
 VERBS = (
     "train", "show", "evaluate", "report", "view", "rescore", "export", "recipes", "init", "schema",
-    "check-env",
+    "check-env", "export-corrections", "experiment", "compare", "plan",
 )  # fmt: skip
 HELP_SECONDS = 0.5
 

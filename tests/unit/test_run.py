@@ -96,7 +96,7 @@ def test_a_run_leaves_everything_that_it_promises(tiny_folder, tiny_teacher_fold
     assert (folder.path / "report.html").stat().st_size > 1000
     assert folder.recipe() == recipe
     assert console.steps == 5 and console.finished == 1
-    step = ["rollout", "reader", "teacher", "update"]
+    step = ["rollout", "drafts", "reader", "teacher", "update"]
     saved = ["checkpoint", "evaluate"]
     between = ["loading models", *["evaluate"] * 3], [], saved, [], saved
     assert console.phases == [p for before in between for p in (*before, *step)] + saved

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
+from courtside.assemble.drafts import DraftFactory
 from courtside.assemble.inputs import load_inputs
 from courtside.assemble.models import load_models, load_untrained_student
 from courtside.assemble.rollouts import (
     make_episode_rollout,
-    make_grader,
+    make_episodes,
     make_offline_rollout,
     make_single_turn_rollout,
 )
+from courtside.assemble.takeovers import make_takeover
 from courtside.assemble.teachers import (
     Serve,
     TeacherFactory,
@@ -22,15 +24,17 @@ from courtside.engines.base import Engine
 from courtside.engines.cpu.threads import choose_threads
 from courtside.engines.local import LocalEngine
 from courtside.errors import RecipeError
-from courtside.evaluate.evaluator import Evaluator, RunEpisodes, TaskSuite
+from courtside.evaluate.evaluator import Evaluator, TaskSuite
 from courtside.progress import ProgressMeter
 from courtside.reader.base import Reader, propose_no_hints
 from courtside.reader.loading import make_reader
 from courtside.reader.model.client import StudentClient
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
+from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.rewarded import RewardedRollout
 from courtside.runtime import Rollout, Runtime
+from courtside.tasks.graders import make_grader
 from courtside.training.student import Student
 
 
@@ -86,7 +90,7 @@ def assemble(
     notes += teachers.notes
 
     rollout: Rollout
-    run_episodes: RunEpisodes | None = None
+    episodes: EpisodeRollout | None = None
     if recipe.tasks.is_recorded:
         rollout, offline_notes = make_offline_rollout(recipe, tasks, local, incremental)
         notes += offline_notes
@@ -96,12 +100,19 @@ def assemble(
         )
     else:
         episodes, rollout = make_episode_rollout(
-            recipe, environment, engine, incremental, progress=progress
+            recipe, environment, engine, incremental, teacher.teacher, progress=progress
         )
-        run_episodes = episodes.run_episodes
         notes += [] if incremental.note is None else [incremental.note]
+    if recipe.takeover is not None:
+        teacher.take_over = make_takeover(
+            recipe, recipe.takeover, teacher=teacher.teacher, episodes=episodes,
+            template=template, engine=engine, progress=progress,
+        )  # fmt: skip
     if inputs.rewards:
         rollout = RewardedRollout(rollout=rollout, rewards=inputs.rewards)
+    worlds = [s.environment for s in inputs.suites.values() if s.environment is not None]
+    if episodes is None and worlds:
+        episodes = make_episodes(recipe, worlds[0], engine, incremental, progress=progress)
     if tasks.num_dropped:
         notes.append(f"{tasks.num_dropped} prompts do not fit the context and were left out")
     notes += engine.notes()
@@ -113,6 +124,15 @@ def assemble(
             "hints are scored before the update, which takes a second pass over the trajectories "
             f"({score_first_reason})"
         )
+    drafts = DraftFactory(
+        recipe=recipe,
+        teacher=teacher.teacher,
+        template=incremental,
+        context_length=engine.context_length,
+        grade=make_grader(recipe.tasks),
+        environment=environment,
+        progress=progress,
+    )
     reader: Reader = propose_no_hints
     if recipe.reader is not None:
         ask_self = partial(StudentClient, engine=engine, template=template, seed=recipe.seed)
@@ -123,19 +143,19 @@ def assemble(
         recipe=recipe,
         tasks=tasks,
         rollout=rollout,
+        drafts=drafts.make_stages(),
         reader=reader,
         teacher=teacher,
         student=student,
         engine=engine,
         evaluator=Evaluator(
             recipe,
-            tasks=TaskSuite(tasks, environment),
+            tasks=TaskSuite(tasks, environment, make_grader(recipe.tasks)),
             suites=inputs.suites,
             engine=engine,
             renderer=template,
-            grade=make_grader(recipe),
             teacher=teacher.teacher,
-            run_episodes=run_episodes,
+            run_episodes=None if episodes is None else episodes.run_episodes,
             progress=progress,
         ),
         progress=progress,

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from courtside.assemble.contexts import check_contexts, make_prompt_limit
+from courtside.assemble.drafts import check_drafts
 from courtside.assemble.hint_checks import check_penalties, check_readers
+from courtside.assemble.takeovers import check_graders
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.loading import ModelSettings, load_settings, load_tokenizer
@@ -19,8 +21,10 @@ from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.evaluator import TaskSuite
 from courtside.reader.human import hinted_task_ids
 from courtside.recipe import Recipe
-from courtside.recipe.tasks import override_tasks
+from courtside.recipe.document_tasks import DocumentTasks
 from courtside.tasks.base import PromptLimit, TaskSource
+from courtside.tasks.documents import TextTokenizer
+from courtside.tasks.graders import make_grader
 from courtside.tasks.loading import make_task_source
 from courtside.tasks.rewards import RewardFunction, load_rewards
 
@@ -56,10 +60,19 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
         recipe.tasks, recipe.rollout.limits, tools_in_template=listing.uses_template
     )
     hinted = {id for human in recipe.human_readers for id in hinted_task_ids(human)}
-    tasks = make_task_source(recipe.tasks, recipe.seed, limit, environment, hinted)
+    tasks = make_task_source(
+        recipe.tasks,
+        recipe.seed,
+        limit,
+        environment,
+        hinted,
+        tokenizer=TextTokenizer(tokenizer),
+    )
     check_contexts(recipe, tasks)
     check_penalties(recipe, tasks)
+    check_drafts(recipe, tasks, template)
     check_demonstrations(recipe, environment, tasks)
+    check_graders(recipe, tasks)
     return Inputs(
         tokenizer=tokenizer,
         settings=settings,
@@ -68,7 +81,7 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
         limit=limit,
         environment=environment,
         tasks=tasks,
-        suites=make_suites(recipe, limit, template),
+        suites=make_suites(recipe, incremental, settings.context_length),
         rewards=load_rewards(recipe.rewards, recipe.reward_names()),
         notes=(
             *filter(None, [listing.note]),
@@ -90,20 +103,25 @@ def describe_controls(recipe: Recipe) -> Iterator[str]:
             )
 
 
-def make_suites(recipe: Recipe, limit: PromptLimit, template: ChatTemplate) -> dict[str, TaskSuite]:
+def make_suites(
+    recipe: Recipe, template: IncrementalTemplate, context_length: int
+) -> dict[str, TaskSuite]:
     """Further held-out tasks, by the name that the recipe gives them."""
     suites = {}
     for name, changes in recipe.evaluate.suites.items():
-        config = override_tasks(recipe.tasks, changes)
-        listing = choose_tool_listing(config, template)
+        config = recipe.suite_tasks(name)
+        listing = choose_tool_listing(config, template.renderer)
+        limit = make_prompt_limit(recipe, template, context_length, suite=config)
         try:
             environment = make_environment(
                 config, recipe.rollout.limits, tools_in_template=listing.uses_template
             )
-            source = make_task_source(config, recipe.seed, limit, environment)
+            source = make_task_source(config, recipe.seed, limit, environment, trains=False)
         except TaskError as error:
             raise TaskError(f"evaluate.suites.{name}: {error}") from error
-        suites[name] = TaskSuite(source, environment)
+        suites[name] = TaskSuite(
+            source, environment, make_grader(config), shares_kind="kind" not in changes
+        )
     return suites
 
 
@@ -138,7 +156,13 @@ def check_sizes(recipe: Recipe, settings: ModelSettings) -> None:
             f"adapts. Use a rank of at most {width:,}, or remove [student.lora] to train all "
             "weights"
         )
-    if recipe.tasks.is_recorded:
+    tasks = recipe.tasks
+    if isinstance(tasks, DocumentTasks) and tasks.max_tokens > settings.context_length:
+        raise RecipeError(
+            f"tasks.max_tokens = {tasks.max_tokens:,}: the context of {recipe.student.model} is "
+            f"{settings.context_length:,} tokens. Use at most that many"
+        )
+    if tasks.is_recorded and not recipe.evaluate.suites:
         return
     for section, new in (
         ("rollout", recipe.rollout.max_new_tokens),

@@ -133,7 +133,7 @@ def _preview_teachers(recipe: Recipe, inputs: Inputs, task: Task) -> Iterator[Pr
         text = task_context(config.context, task)
         about = "what the teacher sees and the student does not is marked"
         if text is None:
-            assert config.context.kind in ("feedback", "sibling")
+            assert config.context.kind != "system"
             text = config.context.template.replace("{text}", STAND_IN)
             about += f"; {STAND_IN} stands for the {config.context.kind}, known after an answer"
         template = _teacher_template(config, inputs)

@@ -11,8 +11,9 @@ from courtside.environments.tool_calls import CallFormat, format_call
 from courtside.errors import TaskError
 from courtside.recipe import Recipe
 from courtside.recipe.tasks import ConversationTasks
-from courtside.rollout.offline import ChatLogRollout
+from courtside.rollout.offline import ChatLogRollout, DocumentRollout
 from courtside.tasks.base import FiniteSource, TaskSource
+from courtside.tasks.documents import DocumentSource
 from courtside.tasks.stored_trajectories import ReplaySource
 from courtside.types import Task, Trajectory
 
@@ -26,6 +27,16 @@ def make_chat_log_rollout(
         format_call=partial(format_recorded_call, recipe.tasks.tool_call_format),
         temperature=recipe.rollout.temperature,
         context_length=context_length,
+    )
+
+
+def make_document_rollout(
+    recipe: Recipe, tasks: DocumentSource, template: IncrementalTemplate
+) -> DocumentRollout:
+    return DocumentRollout(
+        window=tasks.window,
+        decode=template.renderer.text,
+        temperature=recipe.rollout.temperature,
     )
 
 
@@ -49,12 +60,14 @@ class Recordings:
         template: IncrementalTemplate,
         context_length: int,
     ) -> None:
-        assert isinstance(tasks, FiniteSource)
+        assert isinstance(tasks, FiniteSource | DocumentSource)
         self.tasks = tasks
-        self._render: ChatLogRollout | None = None
-        if not isinstance(tasks, ReplaySource):
+        self._render: ChatLogRollout | DocumentRollout | None = None
+        if isinstance(tasks, DocumentSource):
+            self._render = make_document_rollout(recipe, tasks, template)
+        elif not isinstance(tasks, ReplaySource):
             self._render = make_chat_log_rollout(recipe, template, context_length)
-            self._task_of: Mapping[str, Task] = {task.id: task for task in tasks.train_tasks}
+        self._task_of: Mapping[str, Task] = {task.id: task for task in tasks.train_tasks}
 
     def load(self, task: Task) -> Trajectory:
         """A conversation has its task's id."""

@@ -17,8 +17,18 @@ def choose_contexts(
     """By trajectory id; None: there is no text, so the trajectory gets no target."""
     if config.kind == "system" or config.kind == "field":
         return {t.id: task_context(config, t.task) for t in trajectories}
+    texts: Mapping[str, str | None]
     if config.kind == "feedback":
         texts = {t.id: t.grade.feedback if t.grade else "" for t in trajectories}
+    elif config.kind == "repair":
+        repairs = {
+            t.draft: t.response
+            for t in trajectories
+            if t.correction == "rewrite" and not t.is_pair_copy
+        }
+        texts = {t.id: repairs.get(t.id) for t in trajectories}
+    elif config.kind == "critique":
+        texts = {t.id: t.critique for t in trajectories}
     else:
         texts = {t.id: _passing_sibling(t, trajectories) for t in trajectories}
     return {
@@ -27,7 +37,7 @@ def choose_contexts(
 
 
 def task_context(config: Context, task: Task) -> str | None:
-    """The text that is known before any answer; None for feedback and siblings."""
+    """The text that is known before any answer; None where it depends on one."""
     if config.kind == "system":
         return config.text
     if config.kind == "field":
@@ -54,6 +64,7 @@ def _passing_sibling(trajectory: Trajectory, group: Sequence[Trajectory]) -> str
         for other in group
         if other.task.id == trajectory.task.id
         and other.id != trajectory.id
+        and other.correction != "rewrite"
         and other.grade is not None
         and other.grade.passed
     ]

@@ -88,12 +88,15 @@ class ChatTemplate:
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt with its generation prompt, rendered once for length check, samples and
-        teacher."""
+        teacher. A last message of the assistant is a prefill: the start of the answer, which is
+        part of the prompt."""
         return self._cached_prompt_ids(tuple(messages))
 
     def _render_prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         cut = unused_noncharacters(messages)[0]
-        return self.tokenize(self.render(messages, cut, add_generation_prompt=True), cut)
+        request, prefill = split_prefill(messages)
+        prompt = self.tokenize(self.render(request, cut, add_generation_prompt=True), cut)
+        return prompt + self.tokenize(self._split_special(prefill, cut), cut)
 
     def count_prompt_tokens(
         self, task: Task, *, max_new_tokens: int = 0, with_completions: bool = False
@@ -107,10 +110,13 @@ class ChatTemplate:
         return len(self.prompt_ids(task.messages)) + excess
 
     def completion_ids(self, messages: Sequence[Message], text: str) -> tuple[int, ...]:
-        """Ids of a text from outside as the answer to `messages`, its EOS token included."""
-        conversation = (*messages, Message(role="assistant", content=text))
+        """Ids of a text from outside as the answer to `messages`, its EOS token included. After a
+        prefill, those of the text alone."""
+        request, prefill = split_prefill(messages)
+        conversation = (*request, Message(role="assistant", content=prefill + text))
         cut = unused_noncharacters(conversation)[0]
-        before = self.render(messages, cut, add_generation_prompt=True)
+        before = self.render(request, cut, add_generation_prompt=True)
+        before += self._split_special(prefill, cut)
         rendered = self.render(conversation, cut, add_generation_prompt=False)
         if not rendered.startswith(before):
             raise ModelError(
@@ -119,7 +125,7 @@ class ChatTemplate:
                 "not where the student would sample them. Use texts that the template accepts, or "
                 "let a model write them (rollout.off_policy_source = 'teacher')"
             )
-        prompt, whole = self.tokenize(before, cut), self.tokenize(rendered, cut)
+        prompt, whole = self.prompt_ids(messages), self.tokenize(rendered, cut)
         answer = whole[len(prompt) :]
         if whole[: len(prompt)] != prompt:
             # The tokenizer merged the prompt's last characters with the answer's first ("\n" with
@@ -151,7 +157,7 @@ class ChatTemplate:
 
         def split_special(value: Any) -> Any:
             if isinstance(value, str):
-                return self._first_of_special.sub(lambda first: first[0] + cut, value)
+                return self._split_special(value, cut)
             if isinstance(value, Mapping):
                 return {split_special(key): split_special(inner) for key, inner in value.items()}
             return (
@@ -183,6 +189,9 @@ class ChatTemplate:
                 f"{self.name}: its chat template refuses messages with roles {roles}: "
                 f"{error or type(error).__name__}"
             ) from None
+
+    def _split_special(self, text: str, cut: str) -> str:
+        return self._first_of_special.sub(lambda first: first[0] + cut, text)
 
     def _apply(self, trees: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
         options = {} if tools is None else {"tools": tools}
@@ -263,6 +272,12 @@ def unused_noncharacters(messages: Sequence[Message], num: int = 1) -> list[str]
             "to U+FDEF, which texts cannot and of which rendering needs a few. Remove them from it"
         )
     return free[:num]
+
+
+def split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
+    """The request, and the start of the answer; empty: none is given."""
+    *request, last = messages
+    return (request, last.content) if request and last.role == "assistant" else (messages, "")
 
 
 def message_tree(message: Message) -> dict[str, Any]:

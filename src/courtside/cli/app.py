@@ -1,7 +1,8 @@
 """The list of commands, and their exit codes.
 
 0: done. 1: the run failed, and the message says what is saved. 2: bad usage or recipe, nothing was
-done. 128 + N: stopped by signal N, after saving (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP).
+done. 3: a gate of a pipeline failed; all stages are saved. 128 + N: stopped by signal N, after
+saving (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP).
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typer.core import TyperGroup
 from courtside import __version__
 from courtside.cli import commands
 from courtside.cli.check_env import check_env
-from courtside.errors import Interrupted, RunError, UserError
+from courtside.cli.comparisons import compare
+from courtside.cli.experiments import experiment
+from courtside.cli.plan import plan
+from courtside.errors import GateFailedError, Interrupted, RunError, UserError
 from courtside.interrupts import StopSignal
 
 
@@ -30,6 +34,9 @@ class CommandGroup(TyperGroup):
         except Interrupted as stopped:
             typer.secho(str(stopped), err=True)
             raise typer.Exit(128 + stopped.signal_number) from None
+        except GateFailedError as error:
+            print_error(str(error))
+            raise typer.Exit(3) from None
         except RunError as error:
             print_error(str(error))
             raise typer.Exit(1) from None
@@ -81,7 +88,10 @@ def courtside(
     pass
 
 
-COMMANDS = "train show evaluate report view rescore export recipes init schema"
+COMMANDS = "train show evaluate report view rescore export export_corrections recipes init schema"
 for name in COMMANDS.split():
     app.command()(getattr(commands, name))
+app.command()(experiment)
+app.command()(compare)
 app.command()(check_env)
+app.command()(plan)

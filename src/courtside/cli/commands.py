@@ -44,18 +44,27 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train a student. The same command resumes a run that was interrupted."""
+    """Train a student, or run a pipeline of stages.
+
+    The same command resumes what was interrupted. Overrides of a pipeline name the stage:
+    stages.NAME.train.steps=10. Exit code 3: a gate of the pipeline failed.
+    """
     from courtside.recipe.builtin import default_run_folder, find_recipe
     from courtside.recipe.load import load_recipe
+    from courtside.recipe.pipeline import is_pipeline, load_pipeline
 
     file = find_recipe(recipe)
-    parsed = load_recipe(file, overrides or ())
     folder = run or default_run_folder(file)
+    has_stages = is_pipeline(file)
+    load = load_pipeline if has_stages else load_recipe
+    parsed = load(file, overrides or ())
 
     from courtside import api
     from courtside.report.console import make_console
 
     done = api.train(parsed, folder, console=make_console(sys.stdout))
+    if has_stages:
+        typer.echo(f"\nReport of all stages: {folder / 'report.html'} (open it in a browser)")
     typer.echo(f"\nReport: {done.path / 'report.html'} (open it in a browser)")
     name = shlex.quote(str(done.path))
     typer.echo(f"Trajectories and your own hints: courtside view {name}")
@@ -285,6 +294,30 @@ def export(
     if command is None:
         command = "vLLM leaves an adapter on lm_head out of log-probs; export without --adapter"
     typer.echo(f"Serve: {command}")
+
+
+def export_corrections(
+    run: RunArgument,
+    to: Annotated[Path, typer.Argument(metavar="FILE", help="The JSONL file; must be new.")],
+    format: Annotated[
+        Literal["pairs", "completions"],
+        typer.Option(
+            metavar="FORMAT",
+            help="pairs: prompt, chosen, rejected. completions: prompt, completion.",
+        ),
+    ] = "pairs",
+) -> None:
+    """Write a run's corrected drafts as JSON lines for other programs.
+
+    The format is the conversational one of TRL, which `datasets` loads and tasks of kind jsonl
+    read.
+    """
+    from courtside import api
+
+    done = api.export_corrections(run, to, format=format)
+    typer.echo(f"Written: {done.path} ({done.num_rows} rows of {len(done.steps)} stored steps)")
+    if done.num_skipped:
+        typer.echo(f"Left out: {done.num_skipped} without a text, or with that of their draft")
 
 
 def recipes() -> None:

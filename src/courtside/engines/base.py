@@ -49,6 +49,15 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSize:
+    """Whether a prompt fits a model."""
+
+    model: str
+    num_tokens: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
     """What follows the last scored token is left out: the last observation of an episode, which
     nobody answers, may not fit the context."""
@@ -162,6 +171,8 @@ class Capabilities:
     """Whether it has `score_branches`, which scores all hints of a trajectory in one pass."""
     weight_updates: bool
     """Whether `load_weights` makes it follow the student."""
+    mixed_sampling: bool = False
+    """Whether its model decodes token by token with another one (`engines/mixed_sampling.py`)."""
 
 
 class Engine(Protocol):

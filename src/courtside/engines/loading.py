@@ -204,10 +204,16 @@ class ModelSettings:
         return find_eos_ids(self.generation_config, tokenizer)
 
 
-def load_settings(name: str, *, trust_remote_code: bool = False) -> ModelSettings:
-    from transformers import AutoConfig, GenerationConfig
+def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    from transformers import AutoConfig
 
-    config = _load(AutoConfig, name, trust_remote_code=trust_remote_code)
+    return _load(AutoConfig, name, trust_remote_code=trust_remote_code)
+
+
+def load_settings(name: str, *, trust_remote_code: bool = False) -> ModelSettings:
+    from transformers import GenerationConfig
+
+    config = load_config(name, trust_remote_code=trust_remote_code)
     try:
         generation = GenerationConfig.from_pretrained(resolve_model(name))
     except OSError:  # most folders have none; so does `from_pretrained` of a model then

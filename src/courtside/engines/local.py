@@ -80,7 +80,11 @@ class LocalEngine:
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            top_k=self.head.vocab_size, hidden_states=True, branches=True, weight_updates=True
+            top_k=self.head.vocab_size,
+            hidden_states=True,
+            branches=True,
+            weight_updates=True,
+            mixed_sampling=True,
         )
 
     def load_weights(self, version: int) -> None:
@@ -107,7 +111,7 @@ class LocalEngine:
     def sample(self, requests: Sequence[SampleRequest], sampling: Sampling) -> list[Sample]:
         lengths = [len(r.prompt_ids) + sampling.max_new_tokens for r in requests]
         for length in lengths:
-            self._check_length(length)
+            self.check_length(length)
         if not requests:
             return []
         # Longest first, and samples of one prompt as neighbors: they share its prefill.
@@ -135,7 +139,7 @@ class LocalEngine:
             batch = LeftPaddedBatch(self.model, prompts, pad_id=self.pad_id)
             return decode(
                 batch.order, batch.prefill(), batch.advance, requests=requests, sampling=sampling,
-                head=self.head, buffer=self._make_buffer(num_rows, sampling),
+                head=self.head, buffer=self.make_buffer(num_rows, sampling),
             )  # fmt: skip
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
@@ -151,7 +155,7 @@ class LocalEngine:
             self.head,
             num_rows=num_rows,
             row_capacity=row_capacity or 0,
-            make_buffer=self._make_buffer,
+            make_buffer=self.make_buffer,
             autocast_context=self.autocast_context,
         )
 
@@ -163,7 +167,7 @@ class LocalEngine:
             weights=self._decode_weights,
             num_rows=num_rows,
             row_capacity=row_capacity,
-            make_buffer=self._make_buffer,
+            make_buffer=self.make_buffer,
             # Without autocast's weight cache: a CUDA graph would go on with the cached weights.
             autocast_context=self._make_autocast(cache_enabled=False),
         )
@@ -193,7 +197,7 @@ class LocalEngine:
             return probe_kv_cache(self.model)
 
     @property
-    def _make_buffer(self) -> Callable[[int, Sampling], SampleBuffer]:
+    def make_buffer(self) -> Callable[[int, Sampling], SampleBuffer]:
         return partial(
             SampleBuffer,
             eos=self.eos_ids,
@@ -210,7 +214,7 @@ class LocalEngine:
         """Log-probs of the scored tokens and what else is wanted, in packed passes."""
         for request in requests:
             assert not request.scored[0], "nothing predicts the first token"
-            self._check_length(len(request.token_ids))
+            self.check_length(len(request.token_ids))
         results: dict[int, Scores] = {}
         passes = self.passes
         with self.autocast_context(), self._patch_model():
@@ -260,7 +264,7 @@ class LocalEngine:
                 self, requests, want=want, top_k=top_k, note=self.separate_branches_reason
             )
         for r in requests:
-            self._check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
+            self.check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
         with self.autocast_context(), self._patch_model():
             return score_trees(
                 self.passes,
@@ -273,7 +277,7 @@ class LocalEngine:
                 progress=self.progress,
             )
 
-    def _check_length(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
         if length > self.context_length:
             raise ModelError(
                 f"{length} tokens do not fit the context of {self.name} ({self.context_length}). "

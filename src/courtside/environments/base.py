@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from courtside.types import Grade, Message, Observation, Task
+from courtside.types import Grade, Message, Observation, Task, Turn
 
 
 class Episode(Protocol):
@@ -46,6 +46,12 @@ class EpisodeRequest:
     task: Task
     seed: int
     start: Callable[[Task], HostedEpisode]
+    turns: tuple[Turn, ...] = ()
+    """Earlier turns of an episode that is continued, whose state `start` gives, up to the
+    environment's last one; empty: the episode begins with its prompt."""
+    prompt_ids: tuple[int, ...] | None = None
+    """Ids that the engine gets in place of those of `turns`, where the model that plays has another
+    prompt; None: the same."""
 
 
 class Environment(Protocol):

@@ -21,7 +21,7 @@ def compare_evaluations(folder: RunFolder) -> Differences:
         pairs = pair_evaluations(folder.evaluations())
     except UserError:
         return {}
-    scores = {policy: _compare_scores(pair) for policy, pair in pairs.items()}
+    scores = {policy: _compare_score_pair(pair) for policy, pair in pairs.items()}
     error_rates = {policy: _compare_error_rates(folder, pair) for policy, pair in pairs.items()}
     return {
         **{(policy, "score"): d for policy, d in scores.items() if d is not None},
@@ -40,9 +40,9 @@ def error_rates_by_task(episodes: Sequence[Outline]) -> dict[str, float]:
     return {task: sum(values) / len(values) for task, values in rates.items()}
 
 
-def _compare_scores(pair: Pair) -> Difference | None:
+def _compare_score_pair(pair: Pair) -> Difference | None:
     before, after = pair
-    return None if after is None else _compare(before.scores, after.scores)
+    return None if after is None else compare_scores(before.scores, after.scores)
 
 
 def _compare_error_rates(folder: RunFolder, pair: Pair) -> Difference | None:
@@ -53,10 +53,10 @@ def _compare_error_rates(folder: RunFolder, pair: Pair) -> Difference | None:
         outlines = [folder.evaluation_outlines(evaluation) for evaluation in (before, after)]
     except UserError:
         return None
-    return _compare(*map(error_rates_by_task, outlines))
+    return compare_scores(*map(error_rates_by_task, outlines))
 
 
-def _compare(before: Mapping[str, float], after: Mapping[str, float]) -> Difference | None:
+def compare_scores(before: Mapping[str, float], after: Mapping[str, float]) -> Difference | None:
     """Of the tasks that both have a number for; None: there are none."""
     ids = [
         id

@@ -26,13 +26,18 @@ NUM_STORED_SAMPLES = 8
 class TaskSuite(NamedTuple):
     tasks: TaskSource
     environment: HostedEnvironment | None
+    """None: single turns."""
+    grade: Callable[[Task, str], Grade | None]
+    """Of single turns; an episode grades itself."""
+    shares_kind: bool = True
+    """Whether its tasks have the fields and tags of the recipe's own, which the teacher needs."""
 
 
 class Attempt(NamedTuple):
     id: str
     task: Task
     seed: int
-    environment: HostedEnvironment | None
+    suite: TaskSuite
 
 
 class GradedAnswers(NamedTuple):
@@ -63,17 +68,16 @@ class Evaluator:
         suites: Mapping[str, TaskSuite],
         engine: Engine,
         renderer: ChatTemplate,
-        grade: Callable[[Task, str], Grade | None],
         teacher: AnsweringTeacher | None,
         run_episodes: RunEpisodes | None,
         progress: ProgressMeter | None = None,
     ):
         self.recipe, self.tasks, self.suites = recipe, tasks, suites
-        self.engine, self.renderer, self.grade = engine, renderer, grade
+        self.engine, self.renderer = engine, renderer
         self.teacher = teacher
         self.progress = progress or ProgressMeter()
         self.run_episodes = run_episodes
-        """None: tasks are single turns."""
+        """None: neither the tasks nor a suite are episodes."""
         config = recipe.evaluate
         self.sampling = Sampling(
             max_new_tokens=config.max_new_tokens or recipe.rollout.max_new_tokens,
@@ -104,22 +108,27 @@ class Evaluator:
         results = {}
         for policy in policies:
             answers = [by_id[attempt.id] for attempt in attempts[policy]]
-            metrics = {} if self.run_episodes is None else episode_metrics(answers)
-            metrics |= self._estimate_kl(tasks[policy], answers)
+            suite = self._suite(policy)
+            metrics = {} if suite.environment is None else episode_metrics(answers)
+            if suite.shares_kind:
+                metrics |= self._estimate_kl(tasks[policy], answers)
+            if policy == "student" and self.recipe.tasks.limit is not None:
+                metrics |= self._score_completions(tasks[policy])
             evaluation = self._grade(answers, split, policy, step, metrics)
             results[policy] = GradedAnswers(evaluation, answers)
         return results
 
-    def reason_not_to(self, split: Split) -> str | None:
+    def reason_not_to(self, split: Split, policy: str = "student") -> str | None:
         """Why the student cannot be evaluated on this split; None: it can."""
-        if self.recipe.tasks.is_recorded:
-            what = "recorded" if self.recipe.tasks.kind == "conversations" else "stored"
+        suite = self._suite(policy)
+        if suite is self.tasks and self.recipe.tasks.is_recorded:
+            what = "stored" if self.recipe.tasks.kind == "trajectories" else "recorded"
             return f"nothing answers the student in {what} {self.recipe.tasks.kind}"
         try:
-            tasks = self.tasks.tasks.held_out(split, self.recipe.evaluate.num_tasks)
+            tasks = suite.tasks.held_out(split, self.recipe.evaluate.num_tasks)
         except TaskError as error:
             return str(error)
-        if self.recipe.tasks.is_environment:
+        if suite.environment is not None:
             return None  # an episode grades itself
         if any(task.grader is None for task in tasks):
             return f"some {split} tasks have no grader"
@@ -128,6 +137,8 @@ class Evaluator:
     def teacher_can_answer(self) -> bool:
         """Feedback and siblings exist only after an answer, and teachers play no episodes."""
         if isinstance(self.recipe.teacher, CustomTeacherConfig):
+            return False
+        if self.recipe.tasks.is_recorded:
             return False
         return not self.recipe.tasks.is_environment and all(
             t.context is None or t.context.kind in ("system", "field")
@@ -143,13 +154,19 @@ class Evaluator:
         return self._suite(policy).tasks.held_out(split, num_tasks)
 
     def _play(self, attempts: Sequence[Attempt], step: int) -> list[Trajectory]:
-        if self.run_episodes is None:
-            return self._sample(attempts, self._sample_student, policy_version=step)
-        requests = []
-        for id, task, seed, environment in attempts:
-            assert environment is not None
-            requests.append(EpisodeRequest(id=id, task=task, seed=seed, start=environment.start))
-        return self.run_episodes(requests, self.sampling, step)
+        single_turns = [a for a in attempts if a.suite.environment is None]
+        requests = [
+            EpisodeRequest(id=a.id, task=a.task, seed=a.seed, start=a.suite.environment.start)
+            for a in attempts
+            if a.suite.environment is not None
+        ]
+        answers = []
+        if single_turns:
+            answers += self._sample(single_turns, self._sample_student, policy_version=step)
+        if requests:
+            assert self.run_episodes is not None
+            answers += self.run_episodes(requests, self.sampling, step)
+        return answers
 
     def _make_attempts(self, tasks: Sequence[Task], policy: str) -> list[Attempt]:
         """Seeds depend on task and sample alone: before and after sample the same noise."""
@@ -158,7 +175,7 @@ class Evaluator:
                 id=f"{policy}-{task.id}-{n}",
                 task=task,
                 seed=seed_for(self.recipe.seed, "evaluate", task.id, n),
-                environment=self._suite(policy).environment,
+                suite=self._suite(policy),
             )
             for task in tasks
             for n in range(self.recipe.evaluate.samples_per_task)
@@ -199,7 +216,7 @@ class Evaluator:
                 source="teacher" if policy_version is None else "student",
                 policy_version=policy_version,
                 temperature=self.sampling.temperature,
-                grade=self.grade(attempt.task, sample.text),
+                grade=attempt.suite.grade(attempt.task, sample.text),
             )
             for attempt, sample in zip(attempts, samples, strict=True)
         ]
@@ -247,6 +264,19 @@ class Evaluator:
             },
             samples=tuple(answers[::num_samples][:NUM_STORED_SAMPLES]),
         )
+
+    def _score_completions(self, tasks: Sequence[Task]) -> dict[str, float]:
+        """How likely the tasks' own completions are: of trained and held-out prompts side by side,
+        it tells memorizing from learning. Empty where tasks have none."""
+        requests = []
+        for task in tasks:
+            if task.completion is not None:
+                prompt = self.renderer.prompt_ids(task.messages)
+                ids = self.renderer.completion_ids(task.messages, task.completion)
+                scored = (False,) * len(prompt) + (True,) * len(ids)
+                requests.append(ScoreRequest(token_ids=prompt + ids, scored=scored))
+        logps = [logp for scores in self.engine.score(requests) for logp in scores.logp_T.tolist()]
+        return {"completion_logp": sum(logps) / len(logps)} if logps else {}
 
     def _estimate_kl(
         self, tasks: Sequence[Task], answers: Sequence[Trajectory]

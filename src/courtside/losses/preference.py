@@ -1,4 +1,9 @@
-"""Direct preference optimization on pairs; each input is a sequence's summed log-probability."""
+"""Preference losses on pairs (DPO, IPO); each input is a sequence's summed log-probability.
+
+Both are functions of one margin a pair. The derivative by it, detached, is a weight of the tokens:
+−c·log π on the better tokens plus c·log π on the worse ones has the gradient of the loss exactly,
+and the two sequences of a pair need not be in memory at once.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +25,21 @@ def dpo(margin_N: Tensor, *, beta: float) -> Tensor:
 
 
 def dpo_token_weights(margin_N: Tensor, *, beta: float) -> Tensor:
-    """c_N = β·σ(−β·margin), detached: ∂dpo/∂better = −c and ∂dpo/∂worse = +c.
-
-    So −c·log π on the better tokens plus c·log π on the worse ones has the gradient of `dpo`
-    exactly, and the two sequences of a pair need not be in memory at once.
-    """
+    """c_N = β·σ(−β·margin), detached: ∂dpo/∂better = −c and ∂dpo/∂worse = +c."""
     return (beta * (-beta * margin_N).sigmoid()).detach()
+
+
+def ipo(margin_N: Tensor, *, beta: float) -> Tensor:
+    """(margin − 1/(2β))² of each pair: the margin is pulled to a finite target from both sides, so
+    pairs that are always won do not drive the student ever further from the reference."""
+    return (margin_N - 1 / (2 * beta)).square()
+
+
+def ipo_token_weights(margin_N: Tensor, *, beta: float) -> Tensor:
+    """c_N = 1/β − 2·margin, detached: ∂ipo/∂better = −c and ∂ipo/∂worse = +c. Negative beyond the
+    target, where the better one falls again."""
+    return (1 / beta - 2 * margin_N).detach()
+
+
+FORMS = {"sigmoid": (dpo, dpo_token_weights), "ipo": (ipo, ipo_token_weights)}
+"""By `form` of a recipe's preference loss: value and token weights."""

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+from courtside.chat.model_client import ModelClient
 from courtside.errors import RecipeError
 from courtside.reader.base import CombinedReader, Reader
 from courtside.reader.controls import CONTROLS, pair_wrong_hints
 from courtside.reader.custom import CustomReader
 from courtside.reader.human import HumanReader
-from courtside.reader.model.client import ModelClient
 from courtside.reader.model.reader import ModelReader
 from courtside.reader.rules import RuleReader
 from courtside.recipe.reader import (
@@ -63,9 +63,16 @@ def _make_single(
         case CustomReaderConfig():
             return CustomReader(config)
     if config.endpoint is not None:
-        from courtside.reader.model.openai_client import OpenAIClient
+        from courtside.chat.openai_client import OpenAIClient
 
-        return ModelReader(config, OpenAIClient(config))
+        client = OpenAIClient(
+            config.endpoint,
+            field="reader.endpoint",
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            shorten="lower reader.window_chars or reader.max_message_chars",
+        )
+        return ModelReader(config, client)
     if ask_self is None:
         raise RecipeError(
             "reader.kind = 'model' without an endpoint lets the student read, and there is no "

@@ -67,6 +67,11 @@ def find_recipe(name: str) -> Path:
 
 
 def _explain_folder(path: Path) -> str:
+    if (path / "pipeline.json").is_file():
+        return (
+            f"{path}: is the folder of a pipeline, and a recipe is needed here, or a run: one of "
+            f"the folders in {path / 'stages'}"
+        )
     if not (path / RECIPE).is_file():
         return (
             f"{path}: is a folder, and has no {RECIPE}. Give a TOML file, or the name of a "
@@ -84,6 +89,17 @@ def find_adapter_folder(path: Path) -> Path:
     """The folder itself, or that of a built-in recipe, such as `targeted-hints/warm`."""
     builtin = recipes_folder() / path
     return builtin if not path.is_dir() and builtin.is_dir() else path
+
+
+def find_data_path(path: Path) -> Path:
+    """The file or folder itself, or that of a built-in recipe, such as `continual/facts`."""
+    if path.is_absolute() or path.exists():
+        return path
+    try:
+        builtin = recipes_folder() / path
+    except UserError:
+        return path
+    return builtin if builtin.exists() else path
 
 
 def recipe_name(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Validation errors of a recipe as one line each, with the keys of the recipe.
+"""Validation errors of a recipe, or of another file of sections, as one line each.
 
 Pydantic's locations contain the tags of unions, and it reports every member of a union that did
 not match.
@@ -47,6 +47,8 @@ class Location:
     """The type of the key."""
     section: Any
     """The section of the last key."""
+    root: type[BaseModel]
+    """The whole file's."""
     siblings: Mapping[str, type[BaseModel]]
     """The other kinds of this section."""
     union: tuple[int | str, ...] | None
@@ -55,9 +57,9 @@ class Location:
     """The problem is inside a member of that union, not the member's type."""
 
 
-def locate(loc: Sequence[int | str]) -> Location:
+def locate(loc: Sequence[int | str], root: type[BaseModel] = Recipe) -> Location:
     path = ""
-    current: Any = Recipe
+    current: Any = root
     section: Any = None
     union: tuple[int | str, ...] | None = None
     siblings: dict[str, type[BaseModel]] = {}
@@ -77,6 +79,7 @@ def locate(loc: Sequence[int | str]) -> Location:
         path=path,
         type=unwrap(current),
         section=section,
+        root=root,
         siblings=siblings,
         union=union,
         is_inside=union is not None and len(loc) > len(union) + 1,
@@ -86,9 +89,9 @@ def locate(loc: Sequence[int | str]) -> Location:
 # ── messages ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def describe_problems(problems: Iterable[Problem]) -> list[str]:
-    """One line for each mistake, in the order of the recipe."""
-    located = [(problem, locate(problem["loc"])) for problem in problems]
+def describe_problems(problems: Iterable[Problem], root: type[BaseModel] = Recipe) -> list[str]:
+    """One line for each mistake, in the order of the file. `root`: the type of the whole file."""
+    located = [(problem, locate(problem["loc"], root)) for problem in problems]
     locs = [problem["loc"] for problem, _ in located]
     explained_inside = {location.union for _, location in located if location.is_inside}
     lines: list[str] = []
@@ -158,7 +161,7 @@ def _unknown_key(key: str, location: Location) -> str:
         return f"unknown key here; it belongs to kind = {' or '.join(map(repr, homes))}"
     sections = [
         f"{name}.{key}"
-        for name, field in Recipe.model_fields.items()
+        for name, field in location.root.model_fields.items()
         if is_section(unwrap(field.annotation)) and key in _keys(unwrap(field.annotation))
     ]
     if sections:
@@ -167,7 +170,8 @@ def _unknown_key(key: str, location: Location) -> str:
 
 
 def _keys(section: Any) -> list[str]:
-    return list(section.model_fields) if is_section(section) else []
+    fields = section.model_fields.items() if is_section(section) else ()
+    return [field.alias or name for name, field in fields]
 
 
 def _did_you_mean(name: str, options: Iterable[str]) -> str:

@@ -28,11 +28,15 @@ class EvaluateConfig(Section):
     """Unset: as in rollout."""
     teacher: bool = True
     """Before training, also evaluate the teacher with its context."""
+    before: bool = True
+    """Evaluate the student before the first step, too. A later stage of a pipeline may leave it
+    out: its student is the one that was evaluated when the stage before ended."""
     suites: Mapping[str, Mapping[str, Setting | Mapping[str, Setting]]] = Field(
         default_factory=dict
     )
     """Further test tasks, evaluated before and after: a name and changes to [tasks], e.g.
-    `held_out = { names = "held_out" }` or `larger = { settings = { high = 200 } }`."""
+    `held_out = { names = "held_out" }` or `larger = { settings = { high = 200 } }`. With a `kind`,
+    a whole [tasks] section of its own: `retention = { kind = "arithmetic", digits = 1 }`."""
     collateral: bool = False
     """After training, also measure KL(before ‖ after) of the student over the whole vocabulary: on
     its turns of the evaluation before training, and on its answers to unrelated prompts."""

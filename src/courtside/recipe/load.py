@@ -40,7 +40,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = find_recipe(str(require_path(path, "load_recipe: path", RECIPE_PATH)))
     tree = read_tree(path)
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     return parse_recipe(tree, name=str(path))
 
 
@@ -55,6 +55,11 @@ def parse_recipe(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
     """Validate a plain tree; a RecipeError lists all problems, each with its field."""
     if not isinstance(tree, Mapping):
         raise RecipeError(f"{name}: is of type {type(tree).__name__}; give a dict of sections")
+    if "stages" in tree:
+        raise RecipeError(
+            f"{name}: is a pipeline ([[stages]]), and a single recipe is needed here. `courtside "
+            "train` runs a pipeline; give one of the recipes in its stages"
+        )
     # From JSON, strict validation still accepts a list for a tuple and a string for a path.
     text = json.dumps(tree, default=_to_plain)
     try:
@@ -67,7 +72,7 @@ def parse_recipe(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
 def parse_tasks_section(tasks: dict[str, Any], overrides: Sequence[str]) -> TasksConfig:
     """A [tasks] section alone, with overrides of its fields: `settings.high=50`."""
     for override in overrides:
-        _apply_override(tasks, override)
+        apply_override(tasks, override)
     try:
         section: TasksConfig = TypeAdapter(TasksConfig).validate_json(
             json.dumps(tasks, default=_to_plain), strict=True
@@ -109,7 +114,7 @@ def _to_plain(value: Any) -> Any:
     raise RecipeError(f"{value!r} of type {type(value).__name__} is not allowed in a recipe")
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     # Messages write losses[0].weight, so an override may.
     *parents, last = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")

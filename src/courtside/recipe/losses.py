@@ -66,9 +66,11 @@ class GapGate(Section):
 
 class LossBase(Section):
     weight: PositiveFloat = 1.0
-    on: Literal["student", "dataset", "teacher", "all", "hinted_turns", "unhinted_turns"] = "all"
-    """Trajectories of which source it applies to; or only turns with a hint, or only those
-    without."""
+    on: Literal[
+        "student", "dataset", "teacher", "all", "chosen", "hinted_turns", "unhinted_turns"
+    ] = "all"
+    """Trajectories of which source it applies to; the better ones of preference pairs (`chosen`);
+    or only turns with a hint, or only those without."""
     normalize: Literal["token", "turn", "sequence", "constant"] = "token"
     """What the loss is averaged over, in a step. token: every trained token counts the same. turn:
     every turn does, however long it is. sequence: every trajectory does. constant: the sum is
@@ -261,7 +263,10 @@ class CrossEntropyLoss(LossBase):
 class PreferenceLoss(LossBase):
     kind: Literal["preference"]
     beta: PositiveFloat = 0.1
-    """Strength of DPO's pull towards the reference."""
+    """Strength of the pull towards the reference."""
+    form: Literal["sigmoid", "ipo"] = "sigmoid"
+    """sigmoid: DPO, −log σ(β·margin). ipo: (margin − 1/(2β))², which does not push pairs that are
+    won already any further. The margin is summed over tokens."""
 
     @model_validator(mode="after")
     def _check_normalize(self) -> PreferenceLoss:

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from courtside.recipe.base import Section
+from courtside.recipe.drafts import DraftConfig
 from courtside.recipe.evaluate import EvaluateConfig
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
@@ -17,7 +18,8 @@ from courtside.recipe.rewards import Reward
 from courtside.recipe.rollout import RolloutConfig
 from courtside.recipe.run import RunConfig
 from courtside.recipe.student import StudentConfig
-from courtside.recipe.tasks import TasksConfig
+from courtside.recipe.takeover import TakeoverConfig
+from courtside.recipe.tasks import TasksConfig, override_tasks
 from courtside.recipe.teacher import (
     CustomTeacherConfig,
     ModelTeacherConfig,
@@ -36,10 +38,13 @@ class Recipe(Section):
     student: StudentConfig
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
+    drafts: tuple[DraftConfig, ...] = ()
+    """Corrections of what the student sampled, in their order."""
     reader: ReaderConfig | None = None
     hints: HintsConfig = HintsConfig()
     teacher: TeacherConfig | None = None
     rewards: tuple[Reward, ...] = ()
+    takeover: TakeoverConfig | None = None
     losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -72,17 +77,28 @@ class Recipe(Section):
         }[train.lr_schedule]
         return self.learning_rate * factor
 
-    def due_evaluations(self, num_steps: int) -> list[tuple[tuple[str, ...], Split]]:
+    def due_evaluations(
+        self, num_steps: int, *, is_last: bool
+    ) -> list[tuple[tuple[str, ...], Split]]:
         """Policies and tasks that are evaluated after so many steps: test tasks before and after
-        training, validation tasks in between. Those that come together run together."""
+        training, validation tasks in between; with `tasks.limit` also the prompts that train. Those
+        that come together run together."""
         config, due = self.evaluate, list[tuple[tuple[str, ...], Split]]()
-        if num_steps in (0, self.train.steps):
+        if is_last or (num_steps == 0 and config.before):
             due.append((("student", *(f"student:{suite}" for suite in config.suites)), "test"))
+        if due and self.tasks.limit is not None and not self.tasks.is_recorded:
+            due.append((("student",), "train"))  # beside the held-out ones: is it memorized?
         if num_steps == 0 and config.teacher and self.teacher is not None:
             due.append((("teacher",), "test"))
-        if config.every and num_steps % config.every == 0:
+        # A budget ends a run at any step; its last one is part of the curve, too.
+        is_cut = is_last and num_steps < self.train.steps
+        if config.every and (num_steps % config.every == 0 or is_cut):
             due.append((("student",), "validation"))
         return due
+
+    def suite_tasks(self, name: str) -> TasksConfig:
+        """The [tasks] section of one of `evaluate.suites`."""
+        return override_tasks(self.tasks, self.evaluate.suites[name])
 
     @property
     def needs_reference(self) -> bool:
@@ -98,6 +114,17 @@ class Recipe(Section):
     def trains_on_data(self) -> bool:
         """Whether some trajectories are the tasks' own `completion`."""
         return self.rollout.off_policy == "dataset"
+
+    @property
+    def makes_pairs(self) -> bool:
+        """Whether preference pairs are made from the student's samples."""
+        takes_over = self.takeover is not None and self.takeover.pair
+        return takes_over or any(config.makes_pairs for config in self.drafts)
+
+    @property
+    def teacher_adds_text(self) -> bool:
+        """Whether repairs or take-overs are added, whose source is the teacher."""
+        return self.takeover is not None or any(c.kind == "rewrite" for c in self.drafts)
 
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)

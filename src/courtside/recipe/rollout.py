@@ -65,6 +65,19 @@ class LimitsConfig(Section):
         return self.turns.end if isinstance(self.turns, TurnRamp) else self.turns
 
 
+class MixedSamplingConfig(Section):
+    """Student and teacher decode together; the teacher replaces tokens it finds too unlikely."""
+
+    top_k: PositiveInt = 20
+    """A token that the student proposes is replaced if it is not among so many likeliest tokens of
+    the teacher, by a draw from the teacher's distribution on these."""
+    fraction: Fraction | Ramp = 1.0
+    """Of the student's prompts in a batch: how many are answered so."""
+
+    def fraction_at(self, step: int) -> float:
+        return self.fraction.at(step) if isinstance(self.fraction, Ramp) else self.fraction
+
+
 class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = 4
     """Per prompt."""
@@ -81,6 +94,8 @@ class RolloutConfig(Section):
     """λ: the fraction of each batch that the student samples. 1: on-policy; 0: off-policy."""
     off_policy_source: Literal["dataset", "teacher"] = "dataset"
     """Source of the others: the tasks' `completion`, or samples of the teacher."""
+    mixed_sampling: MixedSamplingConfig | None = None
+    """Replace the student's tokens that are outside the teacher's top-k while sampling."""
     kv_cache_tokens: PositiveInt | Literal["auto"] = "auto"
     """Memory budget: key/value positions held at once while sampling or scoring. auto: on a GPU by
     its size, half of what models and the optimizer leave of it; 65,536 on a CPU."""

@@ -50,7 +50,8 @@ def field_type(annotation: Any, key: int | str) -> Any:
     """The type of a section's key, of a list's entry, of a table's value; Any where unknown."""
     annotation = unwrap(annotation)
     if is_section(annotation):
-        field = annotation.model_fields.get(key)
+        fields = {field.alias or name: field for name, field in annotation.model_fields.items()}
+        field = fields.get(str(key))
         return Any if field is None else field.annotation
     inner = get_args(annotation)
     if get_origin(annotation) is Mapping:

@@ -16,31 +16,9 @@ from pydantic import (
 )
 
 from courtside.plugins import check_import_path
-from courtside.recipe.base import Fraction, Section, Setting, import_path
-
-
-class TasksBase(Section):
-    limit: PositiveInt | None = None
-    """Train on this many prompts only, over and over (down to one). Unset: all of them."""
-    system_prompt: str | None = None
-    """A system prompt that the student sees on every task."""
-    overlong_prompts: Literal["error", "drop"] = "error"
-    """A prompt that does not fit the context: stop, or drop and count it."""
-
-    @property
-    def is_environment(self) -> bool:
-        """Whether a task starts an episode, which the environment answers and grades."""
-        return False
-
-    @property
-    def max_turns(self) -> int | None:
-        """Assistant turns of the longest episode; None: the environment decides."""
-        return None
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether trajectories are given and not sampled, so that nothing answers the student."""
-        return False
+from courtside.recipe.base import Fraction, Setting, import_path
+from courtside.recipe.document_tasks import DocumentTasks
+from courtside.recipe.tasks_base import TasksBase
 
 
 class ArithmeticTasks(TasksBase):
@@ -50,6 +28,35 @@ class ArithmeticTasks(TasksBase):
     """Of each operand."""
     scratchpad: bool = True
     """True: the reference solution works digit by digit. False: it is the answer alone."""
+
+
+PathLength = Annotated[int, Field(ge=1, le=1000)]
+
+
+class MazeTasks(TasksBase):
+    """Ways between two cells of one fixed map, which no prompt shows: the student must have learned
+    it. A wrong turn can be mended by coming back."""
+
+    kind: Literal["maze"]
+    path_lengths: tuple[PathLength, PathLength] = (10, 14)
+    """Least and largest number of steps of the shortest way; an answer may take three times as
+    many."""
+    map_seed: PositiveInt = 1
+    """Another number gives another map."""
+    noise: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """How often a step of the tasks' own `completion` is random; it then goes on from there."""
+    detour: NonNegativeInt = 0
+    """Above 0: the answer is begun already, with a part of the way and up to so many random steps
+    (a prefill, which is not trained), and has to be continued from there."""
+    detour_fraction: Fraction = 1.0
+    """How many of the tasks are begun so, with `detour` above 0."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> MazeTasks:
+        low, high = self.path_lengths
+        if low > high:
+            raise ValueError(f"path_lengths = [{low}, {high}]: the least comes first")
+        return self
 
 
 CheckName = Literal[
@@ -89,8 +96,13 @@ class JsonlTasks(GradedTasks):
     kind: Literal["jsonl"]
     path: Path
     """One JSON object a line: prompt (or messages with tools, or ShareGPT's conversations), and
-    optionally completion (or chosen), rejected, answer, id, privileged, tags, grader, grader_args,
-    split, metadata. Tasks without a split get one by content hash."""
+    optionally prefill (the start of the answer, which is not trained), completion (or chosen),
+    rejected, answer, id, privileged, tags, grader, grader_args, split, metadata. Tasks without a
+    split get one by content hash."""
+
+    @property
+    def data_paths(self) -> tuple[Path, ...]:
+        return (self.path,)
 
 
 class DatasetTasks(GradedTasks):
@@ -131,6 +143,10 @@ class ConversationTasks(TasksBase):
     @property
     def is_recorded(self) -> bool:
         return True
+
+    @property
+    def data_paths(self) -> tuple[Path, ...]:
+        return (self.path,)
 
 
 class TrajectoryTasks(TasksBase):
@@ -192,6 +208,10 @@ class EnvironmentTasks(TasksBase):
     @property
     def is_environment(self) -> bool:
         return True
+
+    @property
+    def data_paths(self) -> tuple[Path, ...]:
+        return () if self.rows is None else (self.rows,)
 
     @property
     def tool_class_fields(self) -> list[str]:
@@ -359,12 +379,14 @@ class SwitchboardTasks(TasksBase):
 
 TasksConfig = Annotated[
     ArithmeticTasks
+    | MazeTasks
     | InstructionTasks
     | JsonlTasks
     | DatasetTasks
     | CustomTasks
     | ConversationTasks
     | TrajectoryTasks
+    | DocumentTasks
     | EnvironmentTasks
     | ToolboxTasks
     | SwitchboardTasks,
@@ -373,8 +395,8 @@ TasksConfig = Annotated[
 
 
 def override_tasks(tasks: TasksConfig, changes: Mapping[str, Any]) -> TasksConfig:
-    """The section with some fields changed; a ValidationError if they are invalid."""
-    changed: TasksConfig = TypeAdapter(TasksConfig).validate_python(
-        {**tasks.model_dump(exclude_unset=True), **changes}
-    )
+    """The section with some fields changed, or another one if they have a `kind`; a ValidationError
+    if they are invalid."""
+    inherited = {} if "kind" in changes else tasks.model_dump(exclude_unset=True)
+    changed: TasksConfig = TypeAdapter(TasksConfig).validate_python({**inherited, **changes})
     return changed

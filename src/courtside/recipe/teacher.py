@@ -49,8 +49,30 @@ class SiblingContext(Section):
     """A passing sample of the same prompt; groups without one are not scored, and counted."""
 
 
+class RepairContext(Section):
+    kind: Literal["repair"]
+    position: Literal["system", "user"] = "user"
+    template: str = "A corrected answer to this, for reference:\n{text}"
+    """The repair of the draft that is scored, by a draft stage of kind `rewrite`. Drafts without
+    one are not scored, and counted."""
+
+
+class CritiqueContext(Section):
+    kind: Literal["critique"]
+    position: Literal["system", "user"] = "user"
+    template: str = "A first attempt was criticized:\n{text}"
+    """What a draft stage of kind `criticize` wrote about the draft that is scored. Drafts without a
+    critique are not scored, and counted."""
+
+
 Context = Annotated[
-    SystemContext | FieldContext | FeedbackContext | SiblingContext, Field(discriminator="kind")
+    SystemContext
+    | FieldContext
+    | FeedbackContext
+    | SiblingContext
+    | RepairContext
+    | CritiqueContext,
+    Field(discriminator="kind"),
 ]
 
 

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
+from courtside.recipe.document_tasks import DocumentTasks
+from courtside.recipe.draft_validation import find_draft_problems
 from courtside.recipe.hints import HintsConfig
 from courtside.recipe.losses import Loss
+from courtside.recipe.mixed_sampling_validation import find_mixed_sampling_problems
 from courtside.recipe.reader import (
     CombinedReaderConfig,
     CustomReaderConfig,
@@ -22,6 +25,7 @@ from courtside.recipe.reward_validation import (
     find_route_problems,
 )
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
+from courtside.recipe.takeover_validation import find_takeover_problems
 from courtside.recipe.tasks import TrajectoryTasks, override_tasks
 from courtside.recipe.teacher import (
     EMA_DECAY,
@@ -60,24 +64,50 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
         if not name.isidentifier():
             yield f"evaluate.suites: {name!r} is no plain name; use letters, digits and _"
         try:
-            override_tasks(recipe.tasks, changes)
+            tasks = override_tasks(recipe.tasks, changes)
+            if "kind" in changes and tasks.is_recorded:
+                yield (
+                    f"evaluate.suites.{name}: nothing answers the student with kind = "
+                    f"{tasks.kind!r}; use a kind with prompts, such as 'jsonl'"
+                )
         except ValidationError as error:
             for details in error.errors():
                 # The first part is the kind of the section.
                 path = ".".join([f"evaluate.suites.{name}", *map(str, details["loc"][1:])])
                 text = details["msg"].removeprefix("Value error, ")
                 if details["type"] == "union_tag_invalid":
-                    text = f"kind = {changes['kind']!r} is not known; leave it out"
+                    text = (
+                        f"kind = {changes['kind']!r} is not known; leave it out, or use one of the "
+                        "kinds of [tasks]"
+                    )
                 yield f"{path}: {text.replace('Input should be', 'must be', 1)}"
+    yield from find_takeover_problems(recipe)
+    yield from find_mixed_sampling_problems(recipe)
     yield from _environment_problems(recipe)
     yield from _recorded_problems(recipe)
     yield from _hint_problems(recipe)
+    yield from find_draft_problems(recipe)
     yield from find_contrast_problems(recipe)
     yield from _size_problems(recipe)
     if recipe.evaluate.collateral and recipe.evaluate.temperature == 0:
         yield (
             "evaluate.collateral is a mean over what the student samples, and evaluate.temperature "
             "= 0 samples nothing. Use a temperature above 0"
+        )
+    if not recipe.evaluate.before and (recipe.tasks.is_environment or recipe.evaluate.collateral):
+        yield (
+            "evaluate.before = false: errors of episodes and evaluate.collateral are compared with "
+            "the evaluation before training. Set it to true"
+        )
+    if recipe.train.budget and recipe.train.lr_schedule != "constant":
+        yield (
+            f"train.lr_schedule = {recipe.train.lr_schedule!r} reaches zero at train.steps, and "
+            f"train.max_{next(iter(recipe.train.budget))} may end the run before. Use 'constant'"
+        )
+    if recipe.train.max_teacher_tokens and recipe.teacher is None and not recipe.needs_reference:
+        yield (
+            "train.max_teacher_tokens: the recipe has no teacher and no reference, so that none "
+            "would be spent. Use train.max_student_tokens"
         )
     if recipe.train.warmup_steps >= recipe.train.steps:
         yield "train.warmup_steps must be smaller than train.steps"
@@ -141,20 +171,29 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
     rollout = recipe.rollout
     low, high = rollout.student_fraction_range
     if loss.kind == "preference":
-        if high > 0 or rollout.off_policy_source != "dataset":
+        if recipe.makes_pairs:
+            if loss.on != "all":
+                yield f"on = {loss.on!r}: a pair trains as a whole; remove it"
+        elif high > 0 or rollout.off_policy_source != "dataset":
             yield (
-                "preference pairs come from the tasks (`completion` and `rejected`); "
-                "set rollout.student_fraction = 0"
+                "preference pairs come from the tasks (`completion` and `rejected`); set "
+                "rollout.student_fraction = 0. Or from the student's samples; add [[drafts]] with "
+                "kind = 'choose', or [takeover] with pair = true"
             )
-        if loss.on not in ("all", "dataset"):
+        elif loss.on not in ("all", "dataset"):
             yield f"on = {loss.on!r}, but preference pairs are written by the dataset"
         return
+    if loss.on == "chosen" and not recipe.makes_pairs:
+        yield (
+            "on = 'chosen' are the better members of preference pairs; add [[drafts]] with kind = "
+            "'choose'"
+        )
     # The source of stored trajectories is known when they are read.
     is_stored = recipe.tasks.kind == "trajectories"
     has_source = {
         "student": high > 0 or is_stored,
         "dataset": rollout.off_policy == "dataset" or rollout.corrections,
-        "teacher": rollout.off_policy == "teacher" or is_stored,
+        "teacher": rollout.off_policy == "teacher" or recipe.teacher_adds_text or is_stored,
     }
     if not has_source.get(loss.on, True):
         yield (
@@ -164,7 +203,8 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
     if _needs_teacher(loss) and recipe.teacher is None:
         yield "compares with a teacher; add a [teacher] section"
     if loss.kind == "policy_gradient":
-        if (low < 1 or rollout.corrections) and loss.on not in ("student", "hinted_turns"):
+        has_other_authors = low < 1 or rollout.corrections or recipe.teacher_adds_text
+        if has_other_authors and loss.on not in ("student", "hinted_turns"):
             yield (
                 "a policy gradient is defined on the student's own samples; "
                 "set on = 'student', or rollout.student_fraction = 1"
@@ -174,13 +214,14 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
                 "advantage = 'reward' compares samples of one prompt; "
                 "set rollout.samples_per_prompt to 2 or more"
             )
-    is_imitation = loss.kind == "cross_entropy" and loss.on not in ("dataset", "teacher")
+    corrected = ("dataset", "teacher", "chosen")
+    is_imitation = loss.kind == "cross_entropy" and loss.on not in corrected
     is_control = loss.kind == "cross_entropy" and loss.self_imitation
     if is_imitation and has_source["student"] and not is_control:
         yield (
             "imitating the student's own samples degrades it. Use on = 'dataset' or "
-            "'teacher' (with rollout.student_fraction below 1); as a control, on = 'student' with "
-            "self_imitation = true"
+            "'teacher' (with rollout.student_fraction below 1), or 'chosen' (with [[drafts]]); as "
+            "a control, on = 'student' with self_imitation = true"
         )
 
 
@@ -196,28 +237,27 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
         if teacher.weights != "ema" and teacher.ema_decay != EMA_DECAY:
             yield "teacher: ema_decay belongs to weights = 'ema'; set that, or remove it"
         differs = teacher.context or recipe.reader or recipe.needs_reference
+        differs = differs or not any(map(_needs_teacher, recipe.losses))
         if teacher.weights == "live" and not differs:
             yield (
                 "teacher: kind = 'self' with weights = 'live' and no context is the student "
                 "itself; every gap is zero. Give it a context, or weights = 'frozen'"
             )
-    is_used = recipe.rollout.off_policy_source == "teacher" or any(
-        map(_needs_teacher, recipe.losses)
+    samples = (
+        recipe.takeover is not None
+        or recipe.rollout.mixed_sampling is not None
+        or recipe.rollout.off_policy_source == "teacher"
+        or any(config.asks_teacher for config in recipe.drafts)
     )
+    is_used = samples or any(map(_needs_teacher, recipe.losses))
     if recipe.teacher is not None and not is_used:
         yield "teacher: no loss uses it; remove the section, or add a divergence"
 
 
 def _environment_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.tasks.is_environment:
-        if recipe.rollout.off_policy == "teacher":
-            yield (
-                "rollout.off_policy_source = 'teacher': a teacher does not play episodes. Use "
-                "off_policy_source = 'dataset' for the environment's own demonstrations, or "
-                "student_fraction = 1"
-            )
         if recipe.evaluate.forward_kl:
-            yield "evaluate.forward_kl: a teacher does not play episodes; remove it"
+            yield "evaluate.forward_kl: a teacher is not evaluated in episodes; remove it"
         return
     kind = f"tasks.kind = {recipe.tasks.kind!r}"
     if recipe.rollout.corrections:
@@ -241,19 +281,42 @@ def _recorded_problems(recipe: Recipe) -> Iterator[str]:
             f"{kind}: these were written elsewhere, and nothing answers the student in them. "
             "Set rollout.student_fraction = 0, with off_policy_source = 'dataset'"
         )
-    if recipe.evaluate.suites:
-        yield f"evaluate.suites: nothing answers the student with {kind}; remove them"
+    for name, changes in recipe.evaluate.suites.items():
+        if "kind" not in changes:
+            yield (
+                f"evaluate.suites: nothing answers the student with {kind}; give {name!r} a `kind` "
+                "of its own with all of its fields, or remove it"
+            )
     if recipe.evaluate.collateral:
         yield f"evaluate.collateral: nothing answers the student with {kind}; remove it"
     if isinstance(recipe.tasks, TrajectoryTasks):
         yield from _stored_problems(recipe, recipe.tasks)
         return
+    if isinstance(recipe.tasks, DocumentTasks):
+        yield from _document_problems(recipe)
     for index, loss in enumerate(recipe.losses):
         if loss.kind == "policy_gradient":
             yield (
                 f"losses[{index}]: a policy gradient needs the probabilities that tokens were "
                 f"sampled with, and {kind} has none. Use kind = 'divergence'"
             )
+
+
+def _document_problems(recipe: Recipe) -> Iterator[str]:
+    kind = "tasks.kind = 'documents'"
+    for name in SAMPLING:
+        is_used = name == "temperature" or (
+            name in ("max_new_tokens", "stop") and bool(recipe.evaluate.suites)
+        )
+        if not is_used and getattr(recipe.rollout, name) != getattr(RolloutConfig(), name):
+            yield f"rollout.{name}: nothing is sampled with {kind}. Remove it"
+    if recipe.reader is not None:
+        yield f"reader: {kind} has no turns that a hint could precede; remove it"
+    if any(teacher.context is not None for teacher in recipe.model_teachers):
+        yield f"teacher.context: {kind} has no prompt that a context could join; remove it"
+    for index, loss in enumerate(recipe.losses):
+        if loss.kind == "preference":
+            yield f"losses[{index}]: preferences compare the texts of a pair, and {kind} has none"
 
 
 def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:
@@ -292,7 +355,8 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
             "hints.resamples are checked by an environment, and tasks.kind = "
             f"{recipe.tasks.kind!r} is none; set it to 0"
         )
-    if all(loss.on != "hinted_turns" for loss in recipe.losses):
+    locates_takeovers = recipe.takeover is not None and recipe.takeover.at == "reader"
+    if not locates_takeovers and all(loss.on != "hinted_turns" for loss in recipe.losses):
         yield "reader: no loss has on = 'hinted_turns', so its hints would train nothing"
     yield from _control_problems(recipe, recipe.reader)
     if any(teacher.context is not None for teacher in recipe.model_teachers):
@@ -301,7 +365,8 @@ def _hint_problems(recipe: Recipe) -> Iterator[str]:
             "remove one of the two"
         )
     for index, loss in enumerate(recipe.losses):
-        if _needs_teacher(loss) and loss.on != "hinted_turns":
+        is_takeover = loss.on == "teacher" and recipe.takeover is not None
+        if _needs_teacher(loss) and loss.on != "hinted_turns" and not is_takeover:
             yield (
                 f"losses[{index}] ({loss.kind}): with a [reader] the teacher scores hinted turns "
                 "only; set on = 'hinted_turns', or against = 'reference' for the others"

@@ -12,7 +12,7 @@ from courtside.errors import RunError, UserError
 from courtside.recipe import Recipe
 from courtside.report.console import RunConsole
 from courtside.report.folder.folder import RunFolder
-from courtside.report.metrics import READER
+from courtside.report.metrics import DRAFTS, READER
 from courtside.types import Evaluation, HintOutcome, Scored, Update
 
 HARMFUL_HINTS, UNHEEDED_HINTS = "harmful_hints", "unheeded_hints"
@@ -77,6 +77,16 @@ class RunAlarms:
 
 def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update) -> None:
     """An empty batch is not a zero loss: raise unless the student made no mistake to correct."""
+    if recipe.takeover is not None:
+        outcomes = [s.takeover for s in scored if s.takeover is not None]
+        if update.step > 0 or not outcomes or any(o.num_sampled_tokens for o in outcomes):
+            return
+        reasons = sorted({outcome.drop_reason or "" for outcome in outcomes})
+        raise RunError(
+            f"step {update.step}: the teacher took over none of {len(outcomes)} drafts "
+            f"({', '.join(reasons)}), so there is nothing to train on. See takeover.at, and "
+            "docs/takeover.md for what each reason means"
+        )
     if recipe.reader is not None:
         hints = [hint for s in scored for hint in s.hints]
         # A threshold that drops every hint of the first step is a mistake in the recipe; later the
@@ -96,6 +106,8 @@ def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update)
         )
     if update.metrics.get("reward/zero_variance_groups"):
         return  # zero_variance_groups = "drop": all samples of every prompt have equal rewards
+    if scored and recipe.drafts:
+        return  # no sample is better than another, or none needs a correction: `drafts/` counts why
     raise RunError(
         f"step {update.step}: no trajectory has anything to train on (of {len(scored)}, "
         f"{sum(not s.has_target for s in scored)} have no teacher). An empty batch is not a zero "
@@ -147,6 +159,12 @@ def check_nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str | None:
     if any(row[key] for row in rows for key in row if key.startswith("tokens/")):
         return None
     result = f"none of the {len(rows)} steps trained a single token: the weights did not change"
+    drafts: Counter[str] = Counter()
+    for row in rows:
+        drafts.update({name: n for name, n in row.items() if name.startswith(DRAFTS) and n})
+    if drafts:
+        text = ", ".join(f"{name.removeprefix(DRAFTS)} {n}" for name, n in sorted(drafts.items()))
+        return f"{result}. The draft stages counted over all steps: {text}."
     if not any("hints/trained" in row for row in rows):
         return f"{result}. No loss applies to any token; see `on` of the losses."
     counts: Counter[str] = Counter()

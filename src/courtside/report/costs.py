@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
+from types import MappingProxyType
 
-from courtside.types import Evaluation, Scored, Trajectory, Update
+from courtside.types import Evaluation, Scored, TokenUsage, Trajectory, Update
 
 SLOWDOWN_FACTOR = 3
 """How much slower than the run's median a step must be to count as slow."""
@@ -50,6 +51,17 @@ class ModelSizes:
     """By name."""
     reader: int
     """0: unknown, as that of an endpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """What one training step cost, without evaluations and checkpoints."""
+
+    student_tokens: int = 0
+    """Tokens through the student: what it sampled, with prompts, and what it trained on."""
+    teacher_tokens: int = 0
+    """Tokens through teachers and the reference: what they wrote, with prompts, and scored."""
+    flops: float = 0.0
 
 
 class CostMeter:
@@ -99,34 +111,72 @@ class CostMeter:
         *,
         sizes: ModelSizes,
         is_recorded: bool,
-    ) -> None:
-        """`is_recorded`: the trajectories were not sampled in this step."""
+        draft_usage: Mapping[str, TokenUsage] = MappingProxyType({}),
+    ) -> StepCost:
+        """`is_recorded`: the trajectories were not sampled in this step. `draft_usage`: of the
+        draft stages, by model; an endpoint's model has an unknown size."""
         size = sizes.student
+        num_student = num_teacher = 0
+        # Summed by itself: the difference of two totals would depend on the steps before.
+        step_flops = 0.0
+
+        def add(phase: str, num_input: int, num_output: int, flops: float) -> None:
+            nonlocal step_flops
+            step_flops += flops
+            self.add(phase, input_tokens=num_input, output_tokens=num_output, flops=flops)
+
         for s in scored:
             length = len(s.trajectory.token_ids)
             teacher_size = sizes.teachers[s.target.teacher] if s.target else size
-            if s.trajectory.source != "dataset" and not is_recorded:
+            # The usage of draft stages and the outcomes of take-overs count theirs.
+            is_sampled = s.trajectory.correction not in ("rewrite", "takeover")
+            if is_sampled and s.trajectory.source != "dataset" and not is_recorded:
                 num_sampled = s.trajectory.num_completion_tokens
-                writer_size = size if s.trajectory.source == "student" else teacher_size
-                self.add("rollout", input_tokens=length - num_sampled, output_tokens=num_sampled,
-                         flops=forward_flops(writer_size, length))  # fmt: skip
+                is_student = s.trajectory.source == "student"
+                writer_size = size if is_student else teacher_size
+                num_student += length if is_student else 0
+                num_teacher += 0 if is_student else length
+                flops = forward_flops(writer_size, length)
+                add("rollout", length - num_sampled, num_sampled, flops)
+            if s.trajectory.num_replaced is not None and not is_recorded:
+                num_read = length + (s.target.num_context_tokens if s.target else 0)
+                num_teacher += num_read
+                add("rollout", num_read, 0, forward_flops(teacher_size, num_read))
             if s.target is not None or any(hint.shift is not None for hint in s.hints):
                 # The update's own pass is the trunk of deferred hints.
                 trunk = 0 if s.deferred else length
                 total = trunk + (s.target.num_context_tokens if s.target else 0)
-                self.add("teacher", input_tokens=total, flops=forward_flops(teacher_size, total))
+                add("teacher", total, 0, forward_flops(teacher_size, total))
+                num_teacher += total
+            if s.takeover is not None and s.takeover.teacher is not None:
+                # Also what did not train was sampled.
+                num_input = s.takeover.num_input_tokens
+                num_output = s.takeover.num_sampled_tokens
+                flops = forward_flops(sizes.teachers[s.takeover.teacher], num_input + num_output)
+                num_teacher += num_input + num_output
+                add("teacher", num_input, num_output, flops)
             if s.reference is not None:
-                self.add("teacher", input_tokens=length, flops=forward_flops(size, length))
+                num_teacher += length
+                add("teacher", length, 0, forward_flops(size, length))
             num = _num_forward_tokens(s.trajectory, update.student_logp.get(s.trajectory.id))
             if num:
-                flops = training_flops(size, num, sizes.trained)
-                self.add("update", input_tokens=num, flops=flops)
+                num_student += num
+                add("update", num, 0, training_flops(size, num, sizes.trained))
         num_input, num_output = (
             reader_counts.get(f"model/{name}", 0) for name in ("input_tokens", "output_tokens")
         )
         if num_input or num_output:
             flops = forward_flops(sizes.reader, num_input + num_output)
-            self.add("reader", input_tokens=num_input, output_tokens=num_output, flops=flops)
+            add("reader", num_input, num_output, flops)
+        return StepCost(
+            student_tokens=num_student,
+            teacher_tokens=num_teacher,
+            flops=step_flops,
+        )
+
+        for name, usage in draft_usage.items():
+            flops = forward_flops(sizes.teachers.get(name, 0), sum(usage))
+            self.add("drafts", **usage._asdict(), flops=flops)
 
     def add_evaluation(self, evaluation: Evaluation, sizes: ModelSizes) -> None:
         metrics, size = evaluation.metrics, sizes.student

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from courtside.types import HintOutcome, Scored, Trajectory, Turn, Update
+from courtside.report.costs import StepCost
+from courtside.types import HintOutcome, Scored, TakeoverOutcome, Trajectory, Turn, Update
 
 Row = dict[str, Any]
 READER = "reader/"
+DRAFTS = "drafts/"
+LIMITS = ("length", "turns", "time")
+"""Stop reasons of what a limit ended."""
 
 
 def compute_metrics(
@@ -17,9 +22,14 @@ def compute_metrics(
     update: Update,
     seconds: Mapping[str, float],
     reader_counts: Mapping[str, int] | None = None,
+    draft_counts: Mapping[str, int] = MappingProxyType({}),
+    *,
+    cost: StepCost | None = None,
 ) -> Row:
     """`docs/metrics.md` describes each key; `reader_counts` is None without a reader."""
-    trajectories = [s.trajectory for s in scored]
+    # Repairs and take-overs are the teacher's, and counted under names of their own.
+    by_teacher = ("rewrite", "takeover")
+    trajectories = [s.trajectory for s in scored if s.trajectory.correction not in by_teacher]
     lengths = [trajectory.num_completion_tokens for trajectory in trajectories]
     grades = [trajectory.grade for trajectory in trajectories if trajectory.grade is not None]
     row: Row = {"step": update.step, "loss": update.loss}
@@ -45,7 +55,13 @@ def compute_metrics(
     if hints or reader_counts is not None:
         row |= hint_metrics(hints)
         row |= {f"{READER}{name}": count for name, count in (reader_counts or {}).items()}
-    row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
+    row |= {f"{DRAFTS}{name}": count for name, count in draft_counts.items()}
+    mixed = [t for t in trajectories if t.num_replaced is not None]
+    if mixed:
+        num_tokens = sum(t.num_completion_tokens for t in mixed)
+        row["mixed_sampling/replaced"] = sum(t.num_replaced or 0 for t in mixed) / num_tokens
+    row |= takeover_metrics([s.takeover for s in scored if s.takeover is not None])
+    row |= compute_costs(seconds, cost)
     if sum(seconds.values()) > 0:
         row["tokens_per_second"] = sum(lengths) / sum(seconds.values())
     clash = row.keys() & update.metrics.keys()
@@ -69,6 +85,17 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> Row:
             row[f"reward/{name}/mean"] = sum(values) / len(values)
             row[f"reward/{name}/varied"] = num_varied / len(groups)
         row[f"reward/{name}/errors"] = len(rewarded) - len(values)
+    return row
+
+
+def compute_costs(seconds: Mapping[str, float], cost: StepCost | None) -> Row:
+    """What a step took: seconds by phase, and where they were counted tokens and FLOPs."""
+    row: Row = {}
+    row |= {f"seconds/{phase}": spent for phase, spent in seconds.items()}
+    if cost is not None:
+        row["cost/student_tokens"] = cost.student_tokens
+        row["cost/teacher_tokens"] = cost.teacher_tokens
+        row["cost/flops"] = cost.flops
     return row
 
 
@@ -105,6 +132,27 @@ def is_multi_turn(trajectory: Trajectory) -> bool:
     """Whether there are several assistant turns, or an environment's turn."""
     num_assistant = sum(turn.role == "assistant" for turn in trajectory.turns)
     return num_assistant > 1 or any(turn.role == "environment" for turn in trajectory.turns)
+
+
+def takeover_metrics(outcomes: Sequence[TakeoverOutcome]) -> Row:
+    """Selected drafts, how many the teacher finished and how many train, drops by reason; empty
+    where none was selected."""
+    if not outcomes:
+        return {}
+    played = [outcome for outcome in outcomes if outcome.num_sampled_tokens]
+    dropped = Counter(outcome.drop_reason for outcome in outcomes if outcome.drop_reason)
+    row: Row = {
+        "takeover/drafts": len(outcomes),
+        "takeover/played": len(played),
+        "takeover/trained": sum(outcome.drop_reason is None for outcome in outcomes),
+        "takeover/limited": sum(outcome.stop in LIMITS for outcome in played),
+        "takeover/sampled_tokens": sum(outcome.num_sampled_tokens for outcome in played),
+    }
+    row |= {f"takeover/dropped/{reason}": dropped[reason] for reason in sorted(dropped)}
+    grades = [outcome.grade for outcome in played if outcome.grade is not None]
+    if grades:
+        row["takeover/pass_rate"] = sum(grade.passed for grade in grades) / len(grades)
+    return row
 
 
 def hint_metrics(hints: Sequence[HintOutcome]) -> Row:

@@ -29,7 +29,9 @@ from courtside.rollout.single_turn import make_sampling
 from courtside.sanitize import truncate
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import (
+    Event,
     Grade,
+    Message,
     Observation,
     Sample,
     StopReason,
@@ -63,6 +65,11 @@ class EpisodeRollout:
         self.names = NameMonitor()
         self._expected_turns: float | None = None
         """Of the episodes that finished last."""
+
+    def with_engine(self, engine: Engine) -> EpisodeRollout:
+        """The same episodes played by another model; they must fit both contexts."""
+        context_length = min(self.context_length, engine.context_length)
+        return replace(self, engine=engine, context_length=context_length)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         return sorted(self.sample(dict(enumerate(tasks)), step), key=lambda t: t.id)
@@ -207,7 +214,7 @@ class EpisodeRollout:
     ) -> int:
         """Expected tokens of the longest episode, within the context length."""
         longest_prompt = max(
-            len(self.template.render_prompt(request.task.messages).token_ids)
+            len(request.prompt_ids or self.template.render_prompt(request.task.messages).token_ids)
             for request in requests
         )
         turn_limits = [n for n in (turn_limit, self.max_turns) if n is not None]
@@ -243,13 +250,15 @@ class EpisodeState:
     def make(
         cls, index: int, request: EpisodeRequest, template: IncrementalTemplate
     ) -> EpisodeState:
-        prompt = template.prompt_turn(request.task)
+        turns = list(request.turns) or [template.prompt_turn(request.task)]
+        ids = tuple(i for turn in turns for i in turn.token_ids)
+        pending_ids = ids if request.prompt_ids is None else request.prompt_ids
         return cls(
             index=index,
             request=request,
-            turns=[prompt],
-            pending_ids=prompt.token_ids,
-            num_tokens=len(prompt.token_ids),
+            turns=turns,
+            pending_ids=pending_ids,
+            num_tokens=max(len(ids), len(pending_ids)),
         )
 
     def describe_position(self) -> str:
@@ -296,12 +305,9 @@ class EpisodeState:
         if observation.done:
             self.stop = "done"
             return
-        messages = tuple(
-            replace(message, content=_cut(message.content, limits.observation_chars))
-            for message in observation.messages
-        )
         answer = template.environment_turn(
-            messages, add_end_of_turn=not template.is_ended(sample.token_ids)
+            cut_messages(observation, limits),
+            add_end_of_turn=not template.is_ended(sample.token_ids),
         )
         self._append(answer)
         self.pending_ids = sample.token_ids[-1:] + answer.token_ids
@@ -340,6 +346,14 @@ class EpisodeState:
         self.num_tokens += len(turn.token_ids)
 
 
+def cut_messages(observation: Observation, limits: LimitsConfig) -> tuple[Message, ...]:
+    """The environment's messages as the student gets them."""
+    return tuple(
+        replace(message, content=_cut(message.content, limits.observation_chars))
+        for message in observation.messages
+    )
+
+
 def _cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
@@ -352,14 +366,31 @@ def reply_passes(
     turn: int,
     reply: str,
 ) -> bool:
-    """Whether `reply`, in place of that turn, causes no event. The episode is replayed up to that
-    turn: it follows from its task and the student's replies."""
-    earlier_replies = [t.text for t in trajectory.turns[:turn] if t.role == "assistant"]
-
+    """Whether `reply`, in place of that turn, causes no event."""
     try:
-        episode = start(trajectory.task)
-        for text in earlier_replies:
-            episode.step(text)
-        return not episode.step(reply).events
+        return not _replay(start, trajectory, turn, reply)[1].events
     except EnvironmentFault:
         return False
+
+
+def replay_with_reply(
+    start: Callable[[Task], Episode], trajectory: Trajectory, turn: int, reply: str
+) -> tuple[tuple[Event, ...], Grade | None]:
+    """Events of `reply` in place of that turn, and the grade where it was the episode's last; a
+    fault of the environment is an event."""
+    is_last = not any(t.role == "assistant" for t in trajectory.turns[turn + 1 :])
+    try:
+        episode, observation = _replay(start, trajectory, turn, reply)
+        return observation.events, episode.grade() if is_last else None
+    except EnvironmentFault as fault:
+        return (Event(kind="environment_fault", details={"message": str(fault)}),), None
+
+
+def _replay(
+    start: Callable[[Task], Episode], trajectory: Trajectory, turn: int, reply: str
+) -> tuple[Episode, Observation]:
+    """The episode follows from its task and the student's replies up to that turn."""
+    episode = start(trajectory.task)
+    for text in [t.text for t in trajectory.turns[:turn] if t.role == "assistant"]:
+        episode.step(text)
+    return episode, episode.step(reply)

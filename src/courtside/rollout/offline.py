@@ -1,6 +1,6 @@
-"""Rollouts that sample nothing: chat logs, and trajectories that another run has stored.
+"""Rollouts that sample nothing: chat logs, documents, and trajectories that another run has stored.
 
-Both give exact token ids of this model, or refuse. Nothing is truncated or re-tokenized.
+All give exact token ids of this model, or refuse. Nothing is truncated or re-tokenized.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from courtside.chat.incremental import IncrementalTemplate, common_prefix_length
 from courtside.chat.template import message_tree
 from courtside.errors import TaskError
 from courtside.seeds import trajectory_id
-from courtside.types import Task, Trajectory
+from courtside.types import Task, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,40 @@ class ChatLogRollout:
             id=id,
             temperature=self.temperature,
             format_call=self.format_call,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentRollout:
+    """Windows of plain text. Every token but a window's first is a completion token."""
+
+    window: Callable[[str], tuple[int, ...]]
+    """Token ids by the id of their task."""
+    decode: Callable[[Sequence[int]], str]
+    temperature: float
+
+    def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
+        return [self.trajectory(t, trajectory_id(step, i, 0)) for i, t in enumerate(tasks)]
+
+    def trajectory(self, task: Task, id: str) -> Trajectory:
+        ids = self.window(task.id)
+        first = Turn(
+            role="prompt", text=self.decode(ids[:1]), token_ids=ids[:1], completion_mask=(False,)
+        )
+        text = Turn(
+            role="assistant",
+            text=self.decode(ids[1:]),
+            token_ids=ids[1:],
+            completion_mask=(True,) * len(ids[1:]),
+        )
+        return Trajectory(
+            id=id,
+            task=task,
+            turns=(first, text),
+            source="dataset",
+            policy_version=None,
+            temperature=self.temperature,
+            stop="dataset",
         )
 
 
@@ -100,7 +134,7 @@ def describe_prompt_difference(
     """How the chat template renders a stored prompt differently today; None: it does not."""
     for trajectory in trajectories:
         stored_ids = trajectory.turns[0].token_ids
-        ids = template.render_prompt(trajectory.task.messages).token_ids
+        ids = template.renderer.prompt_ids(trajectory.task.messages)
         if stored_ids != ids:
             num_same = common_prefix_length(stored_ids, ids)
             return (

@@ -30,7 +30,8 @@ class TaskSource(Protocol):
         """The train tasks of one step: a pure function of (seed, step, size)."""
 
     def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
-        """The first `size` tasks of a split, in an order that no seed changes; all if fewer."""
+        """The first `size` tasks of a split, in an order that no seed changes; all if fewer. Of the
+        train split with `tasks.limit`: those that train."""
 
 
 def add_system_message(task: Task, text: str | None) -> Task:
@@ -117,8 +118,13 @@ def permute_index(index: int, size: int, key: str) -> int:
 
 def epoch_batch(tasks: Sequence[Task], *, seed: int, step: int, size: int) -> tuple[Task, ...]:
     """Each task once per epoch in that epoch's order; batches run on across epochs."""
+    return epoch_slice(tasks, seed=seed, start=step * size, stop=(step + 1) * size)
+
+
+def epoch_slice(tasks: Sequence[Task], *, seed: int, start: int, stop: int) -> tuple[Task, ...]:
+    """Positions of the endless sequence of epochs."""
     batch = []
-    for position in range(step * size, (step + 1) * size):
+    for position in range(start, stop):
         epoch, place = divmod(position, len(tasks))
         batch.append(tasks[permute_index(place, len(tasks), f"epoch/{seed}/{epoch}")])
     return tuple(batch)
@@ -134,20 +140,31 @@ class FiniteSource:
     """Tasks left out because they did not fit the model's context."""
     notes: tuple[str, ...] = ()
 
-    def __init__(self, tasks: Sequence[Task], *, name: str, seed: int, limit: int | None) -> None:
-        """`name` is for error messages, e.g. the file."""
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        name: str,
+        seed: int,
+        limit: int | None,
+        trains: bool = True,
+    ) -> None:
+        """`name` is for error messages, e.g. the file. `trains`: False for tasks that are evaluated
+        only, which need no train split."""
         if not tasks:
             raise TaskError(f"{name}: holds no tasks; it needs at least one")
         train = [task for task in tasks if task.split == "train"]
-        if not train:
+        if not train and trains:
             raise TaskError(
                 f"{name}: none of its {len(tasks)} tasks is in the train split. Add more tasks "
                 "(8 in 10 go to train), or give some the split 'train'"
             )
-        _require_limit(name, limit, len(train))
+        if trains:
+            require_limit(name, limit, len(train))
         self._name = name
         self._seed = seed
         self._train = train[:limit]
+        self._is_limited = limit is not None
         # By hash, not by place in the file: adding a line moves no other task.
         self._tasks = sorted(tasks, key=lambda task: task.id)
 
@@ -159,6 +176,8 @@ class FiniteSource:
         return epoch_batch(self._train, seed=self._seed, step=step, size=size)
 
     def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
+        if split == "train" and self._is_limited:
+            return tuple(self._train[:size])
         held_out_tasks = tuple(islice((task for task in self._tasks if task.split == split), size))
         if size and not held_out_tasks:
             raise TaskError(
@@ -213,7 +232,7 @@ class GeneratedSource:
         first = self._first("train", limit or 1)
         if not first:
             raise self._empty_split_error("train")
-        _require_limit(space.name, limit, len(first))
+        require_limit(space.name, limit, len(first))
         self._limited = None if limit is None else first
 
     def batch(self, step: int, size: int) -> tuple[Task, ...]:
@@ -224,6 +243,8 @@ class GeneratedSource:
         return tuple(batch[i % len(batch)] for i in range(size))
 
     def held_out(self, split: Split, size: int) -> tuple[Task, ...]:
+        if split == "train" and self._limited is not None:
+            return self._limited[:size]
         held_out_tasks = self._first_of_strata(split, size)
         if size and not held_out_tasks:
             raise self._empty_split_error(split)
@@ -291,7 +312,7 @@ class GeneratedSource:
         )
 
 
-def _require_limit(name: str, limit: int | None, available: int) -> None:
+def require_limit(name: str, limit: int | None, available: int) -> None:
     if limit is not None and limit > available:
         raise TaskError(
             f"tasks.limit = {limit}, but {name} has {available} train tasks. "

@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from courtside.errors import TaskError
-from courtside.recipe.tasks import USER_GRADER_SECONDS
+from courtside.recipe.tasks import USER_GRADER_SECONDS, GradedTasks, TasksConfig
 from courtside.tasks.checks import CHECKS, find_violation
+from courtside.tasks.maze import find_mistake
 from courtside.tasks.user_graders import load_grader, run_grader
 from courtside.types import Grade, Task
 
@@ -43,6 +44,13 @@ def grade(task: Task, response: str, *, seconds: float = USER_GRADER_SECONDS) ->
     if problem is None:
         return Grade(score=1.0, passed=True, feedback="")
     return Grade(score=0.0, passed=False, feedback=problem)
+
+
+def make_grader(config: TasksConfig) -> Callable[[Task, str], Grade | None]:
+    """`grade` with the time limit of a [tasks] section."""
+    if isinstance(config, GradedTasks):
+        return partial(grade, seconds=config.grader_seconds)
+    return grade
 
 
 def require_gradable(task: Task) -> None:
@@ -217,6 +225,7 @@ def _seconds() -> int | None:
 
 
 IGNORE_CASE = {"ignore_case": bool}
+MAZE_ARGUMENTS = {"map_seed": int, "start": str, "is_continued": bool, "max_moves": int}
 
 GRADERS: Mapping[str, Grader] = {
     "number": Grader(_number),
@@ -224,5 +233,6 @@ GRADERS: Mapping[str, Grader] = {
     "exact": Grader(_exact, optional=IGNORE_CASE),
     "contains": Grader(_contains, optional=IGNORE_CASE),
     "regex": Grader(_regex, needs_answer=False, required={"pattern": str}),
+    "maze": Grader(find_mistake, required=MAZE_ARGUMENTS),
     "instruction": Grader(_instruction, needs_answer=False, required={"check": str}),
 }

@@ -20,7 +20,7 @@ from courtside.errors import TaskError
 from courtside.types import Message
 
 CONVERSATION_KEYS = ("messages", "conversations", "system", "tools", "parallel_tool_calls")
-KEYS = ("prompt", *CONVERSATION_KEYS, "completion", "chosen", "rejected")
+KEYS = ("prompt", *CONVERSATION_KEYS, "prefill", "completion", "chosen", "rejected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Texts:
     """What a task says, whichever layout it came in."""
 
     messages: tuple[Message, ...]
-    """The prompt."""
+    """The prompt; a last message of the assistant is a prefill."""
     completion: str | None
     rejected: str | None
 
@@ -72,6 +72,8 @@ def read_texts(where: str, fields: Mapping[str, Any]) -> Texts:
         completion = _require_answer(_answer_text(prompt[-1], last), last, "completion")
         prompt = prompt[:-1]
     messages = _attach(where, _require_prompt(where, prompt), fields)
+    if "prefill" in fields:
+        messages = (*messages, _read_prefill(where, fields["prefill"]))
     return Texts(messages=messages, completion=completion, rejected=texts.get("rejected"))
 
 
@@ -126,6 +128,16 @@ def _read_prompt(where: str, fields: Mapping[str, Any]) -> tuple[Message, ...] |
         system = parse_content(fields["system"], f"{where}: system")
         messages = (Message(role="system", content=system), *messages)
     return messages
+
+
+def _read_prefill(where: str, value: Any) -> Message:
+    """The start of the answer, which is given and not trained."""
+    if not isinstance(value, str):
+        raise TaskError(f"{where}: `prefill` must be a text, not {name_kind(value)}")
+    text = parse_content(value, f"{where}: prefill")
+    if not text:
+        raise TaskError(f"{where}: `prefill` is empty; write how the answer begins, or remove it")
+    return Message(role="assistant", content=text)
 
 
 def _read_answer(

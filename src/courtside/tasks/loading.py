@@ -11,6 +11,8 @@ from courtside.environments.base import HostedEnvironment
 from courtside.environments.loading import make_environment
 from courtside.environments.switchboard.environment import Switchboard
 from courtside.environments.toolbox.environment import Toolbox
+from courtside.recipe.builtin import find_data_path
+from courtside.recipe.document_tasks import DocumentTasks
 from courtside.recipe.tasks import (
     ArithmeticTasks,
     ConversationTasks,
@@ -19,6 +21,7 @@ from courtside.recipe.tasks import (
     EnvironmentTasks,
     InstructionTasks,
     JsonlTasks,
+    MazeTasks,
     SwitchboardTasks,
     TasksConfig,
     ToolboxTasks,
@@ -35,8 +38,10 @@ from courtside.tasks.base import (
 )
 from courtside.tasks.chat_logs import read_chat_logs
 from courtside.tasks.custom import load_custom_tasks
+from courtside.tasks.documents import TextTokenizer, make_document_source
 from courtside.tasks.hf_datasets import load_dataset_tasks
 from courtside.tasks.instructions import instruction_space
+from courtside.tasks.maze import maze_space
 from courtside.tasks.parsing import read_jsonl_tasks
 from courtside.tasks.stored_trajectories import make_replay_source
 from courtside.types import Task
@@ -48,12 +53,16 @@ def make_task_source(
     prompt_limit: PromptLimit | None = None,
     environment: HostedEnvironment | None = None,
     hinted: Collection[str] = frozenset(),
+    *,
+    tokenizer: TextTokenizer | None = None,
+    trains: bool = True,
 ) -> TaskSource:
     """The tasks of a recipe.
 
     `prompt_limit`: longer prompts are refused or dropped (`tasks.overlong_prompts`) before anything
     runs. `environment`: that of `make_environment`, to be made once. `hinted`: ids that the hints
-    of human readers name.
+    of human readers name. `tokenizer`: the student's, which documents need. `trains`: False for
+    a suite, whose tasks are evaluated only.
     """
     if prompt_limit is not None:
         prompt_limit = replace(prompt_limit, overlong=config.overlong_prompts)
@@ -72,7 +81,7 @@ def make_task_source(
         fitting = [t for t in prompted if not prompt_limit or prompt_limit.fits(t, str(path))]
         if prompt_limit and prompted and not fitting:
             raise prompt_limit.error(prompted[0], str(path))
-        source = FiniteSource(fitting, name=str(path), seed=seed, limit=config.limit)
+        source = FiniteSource(fitting, name=str(path), seed=seed, limit=config.limit, trains=trains)
         source.num_dropped = len(prompted) - len(fitting)
         source.notes = tuple(notes)
         return source
@@ -80,6 +89,8 @@ def make_task_source(
     match config:
         case ArithmeticTasks():
             return generate(arithmetic_space(config))
+        case MazeTasks():
+            return generate(maze_space(config))
         case InstructionTasks():
             return generate(instruction_space(config))
         case ToolboxTasks():
@@ -99,13 +110,17 @@ def make_task_source(
             assert environment is not None
             return generate(environment_space(environment, f"tasks.path = {config.path!r}"))
         case JsonlTasks():
-            return finite(read_jsonl_tasks(config.path, config.grader, notes), config.path)
+            path = find_data_path(config.path)
+            return finite(read_jsonl_tasks(path, config.grader, notes), path)
         case CustomTasks():
             return finite(load_custom_tasks(config, notes), config.path)
         case DatasetTasks():
             return finite(load_dataset_tasks(config, notes), config.path)
         case ConversationTasks():
             return finite(read_chat_logs(config.path, notes), config.path)
+        case DocumentTasks():
+            assert tokenizer is not None, "documents become windows of tokens"
+            return make_document_source(config, tokenizer, seed=seed)
         case TrajectoryTasks():
             max_tokens = None if prompt_limit is None else prompt_limit.max_tokens
             return make_replay_source(config, seed=seed, max_tokens=max_tokens, hinted=hinted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from courtside.engines.base import Sampling
+from courtside.engines.base import PromptSize, Sampling
 from courtside.errors import TaskError
 from courtside.recipe.teacher import choose_route
 from courtside.teacher.teacher import Teacher
@@ -42,6 +42,13 @@ class RoutedTeachers:
             answers = self.routes[tag].write(group, sampling, group_seeds)
             samples |= zip(indices, answers, strict=True)
         return [samples[i] for i in range(len(tasks))]
+
+    def measure_prompt(self, task: Task) -> PromptSize:
+        return self.choose(task).measure_prompt(task)
+
+    def choose(self, task: Task) -> Teacher:
+        """The teacher of a task."""
+        return self.routes[self.route(task)]
 
     def route(self, task: Task) -> str:
         tag = choose_route(task.tags, self.routes, self.default)

@@ -19,6 +19,7 @@ from courtside.chat.template import ChatTemplate
 from courtside.engines.base import (
     Engine,
     InProcessEngine,
+    PromptSize,
     SampleRequest,
     Sampling,
     ScoreRequest,
@@ -35,6 +36,7 @@ from courtside.types import (
     HintOutcome,
     Sample,
     Scored,
+    TakeoverOutcome,
     Target,
     Task,
     Trajectory,
@@ -58,22 +60,41 @@ class ScoringTeacher(Protocol):
         """Samples of the teacher itself."""
 
 
+TakeOver = Callable[
+    [Sequence[Trajectory], Sequence[Hint]], tuple[list[Trajectory], Mapping[str, TakeoverOutcome]]
+]
+"""Drafts to what the teacher made of them, and the outcome of each selected draft by its id."""
+
+
 @dataclass
 class TeacherStage:
     teacher: ScoringTeacher | None
     reference: ScoringTeacher | None
     """The student before training, where a loss compares with it."""
     hinted: bool = False
-    """With a reader, only hinted turns get targets."""
+    """With a reader, only hinted turns and take-overs get targets."""
+    take_over: TakeOver | None = None
+    """Lets the teacher play on from the student's drafts before it scores; None: it only scores."""
 
     def __call__(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint] = ()
     ) -> list[Scored]:
+        if self.take_over is None:
+            return self.score(trajectories, hints)
+        takeovers, outcomes = self.take_over(trajectories, hints)
+        scored = self.score(sorted([*trajectories, *takeovers], key=lambda t: t.id), hints)
+        return [replace(s, takeover=outcomes.get(s.trajectory.id)) for s in scored]
+
+    def score(self, trajectories: Sequence[Trajectory], hints: Sequence[Hint] = ()) -> list[Scored]:
         scored = {t.id: Scored(trajectory=t, target=None) for t in trajectories}
-        if self.teacher and self.hinted:
-            scored |= self.teacher.score_hints(trajectories, hints)
-        elif self.teacher:
-            for id, target in self.teacher.score(trajectories).items():
+        if self.teacher:
+            # Copies in pairs compare with the reference alone.
+            whole = [t for t in trajectories if not t.is_pair_copy]
+            if self.hinted:
+                drafts = [t for t in whole if t.correction != "takeover"]
+                scored |= self.teacher.score_hints(drafts, hints)
+                whole = [t for t in whole if t.correction == "takeover"]
+            for id, target in self.teacher.score(whole).items() if whole else ():
                 scored[id] = replace(scored[id], target=target)
         if self.reference:
             for id, target in self.reference.score(trajectories).items():
@@ -160,14 +181,31 @@ class Teacher:
         self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Sample]:
         """Samples of the teacher itself, with the context that is known before any answer."""
-        requests = []
-        for task, seed in zip(tasks, seeds, strict=True):
-            messages = task.messages
-            if self.context and (text := task_context(self.context, task)) is not None:
-                messages = insert_context_text(self.context, task, text)
-            requests.append(SampleRequest(prompt_ids=self.renderer.prompt_ids(messages), seed=seed))
+        requests = [
+            SampleRequest(prompt_ids=self.prompt_ids(task), seed=seed)
+            for task, seed in zip(tasks, seeds, strict=True)
+        ]
         with self.weights():
-            return self.engine.sample(requests, sampling)
+            return self.engine.sample(requests, sampling) if requests else []
+
+    def measure_prompt(self, task: Task) -> PromptSize:
+        """Of what `write` samples after."""
+        return PromptSize(
+            model=self.name,
+            num_tokens=len(self.prompt_ids(task)),
+            context_length=self.engine.context_length,
+        )
+
+    def prompt_ids(self, task: Task) -> tuple[int, ...]:
+        """The prompt of this teacher, with the context that is known before any answer."""
+        messages = task.messages
+        if self.context and (text := task_context(self.context, task)) is not None:
+            messages = insert_context_text(self.context, task, text)
+        return self.renderer.prompt_ids(messages)
+
+    def choose(self, task: Task) -> Teacher:
+        """The teacher of a task: this one, of all."""
+        return self
 
     def _defer(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint], scorer: HintScorer

@@ -78,7 +78,8 @@ def backward_through_head(
     `chunk` = None: as many positions as a memory budget allows. `cast_weights` is filled for the
     next call, whose weights must be the same.
     """
-    batch = batch.apply_gates(terms)
+    if any(getattr(term.loss, "gate", None) is not None for term in terms):
+        batch = batch.apply_gates(terms)
     plan = None if chunk is None else ChunkPlan(chunk=chunk, part=chunk)
     cast_weights = {} if cast_weights is None else cast_weights
     head_gradient = _head_gradient(head)

@@ -1,19 +1,22 @@
 """The size of the KV cache, from the recipe and the shapes in the model's config.
 
 It depends on device and recipe, never on the memory that happens to be free: batch shapes affect
-rounding, and a resumed run must sample what it would have sampled.
+rounding, and a resumed run must sample what it would have sampled. Importing it loads no torch:
+`courtside plan` computes with it before there is a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from courtside.recipe import Recipe
 from courtside.recipe.teacher import SelfTeacherConfig
-from courtside.training.weights import StudentWeights
+
+if TYPE_CHECKING:
+    import torch
+
+    from courtside.training.weights import StudentWeights
 
 DEFAULT_TOKENS, MIN_TOKENS, MAX_TOKENS = 65536, 4096, 2**19
 KV_SHARE = 0.5
@@ -22,6 +25,8 @@ KV_SHARE = 0.5
 
 def device_bytes(device: torch.device) -> int | None:
     """Total memory of a GPU; None on a CPU."""
+    import torch
+
     if device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)
@@ -39,7 +44,12 @@ def kv_cache_tokens(
     trained = sum(p.nbytes for p in weights.trained.values())
     num_moments = 0 if recipe.train.optimizer_offload else 2
     available = total - models - (num_moments + num_weight_copies(recipe)) * trained
-    tokens = int(KV_SHARE * available) // kv_bytes_per_token(weights.model, weights.autocast)
+    return budget_kv_tokens(available, kv_bytes_per_token(weights.model, weights.autocast))
+
+
+def budget_kv_tokens(available: int, bytes_per_token: int) -> int:
+    """`available`: bytes of the device that models and optimizer state leave."""
+    tokens = int(KV_SHARE * available) // bytes_per_token
     # Rounded down to a power of two, so that a few bytes more or less do not change it.
     return min(max(1 << max(tokens, 1).bit_length() - 1, MIN_TOKENS), MAX_TOKENS)
 

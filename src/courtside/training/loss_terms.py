@@ -142,6 +142,8 @@ def select_tokens(loss: Loss, scored: Scored) -> tuple[bool, ...]:
     none, all_ = ((value,) * trajectory.num_completion_tokens for value in (False, True))
     if loss.kind == "preference":
         return all_ if trajectory.preference is not None else none
+    if trajectory.is_pair_copy or (loss.on == "chosen" and trajectory.preference != "better"):
+        return none  # a copy's tokens are those of trajectories that train elsewhere
     if loss.on in ("student", "teacher", "dataset") and loss.on != trajectory.source:
         return none
     if loss.kind == "cross_entropy" and trajectory.preference == "worse":
@@ -236,10 +238,12 @@ def find_trained_tokens(terms: Sequence[LossTerm]) -> dict[str, tuple[bool, ...]
 
 
 def preference_pairs(scored: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
-    """(better, worse) of each preference pair. A task that is in the batch twice has two pairs."""
-    sides: dict[str, tuple[list[Scored], list[Scored]]] = {}
+    """(better, worse) of each preference pair: those that share `pair`, else their task. A task
+    that is in the batch twice has two pairs."""
+    sides: dict[tuple[str | None, str], tuple[list[Scored], list[Scored]]] = {}
     for s in scored:
         if s.trajectory.preference is not None:
-            better, worse = sides.setdefault(s.trajectory.task.id, ([], []))
+            key = (s.trajectory.pair, s.trajectory.task.id)
+            better, worse = sides.setdefault(key, ([], []))
             (better if s.trajectory.preference == "better" else worse).append(s)
     return [pair for two in sides.values() for pair in zip(*two, strict=True)]

@@ -1,4 +1,4 @@
-"""DPO as per-token coefficients: its gradient, with no graph across chunks of positions."""
+"""DPO and IPO as per-token coefficients: their gradient, without a graph across chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from courtside.engines.forward.batching import tensor_on
 from courtside.engines.lm_head import LMHead
-from courtside.losses.preference import dpo, dpo_margin, dpo_token_weights
+from courtside.losses.preference import FORMS, dpo_margin
 from courtside.training.loss_terms import LossTerm, preference_pairs
 from courtside.training.metrics import MetricAccumulator
 from courtside.types import Scored, Trajectory
@@ -32,6 +32,7 @@ def weigh_preferences(
     """
     assert term.loss.kind == "preference"
     beta = term.loss.beta
+    loss_of, token_weights = FORMS[term.loss.form]
     coefficients: dict[str, tuple[float, ...]] = {}
     pairs = preference_pairs(micro)
     sums = []
@@ -43,11 +44,11 @@ def weigh_preferences(
     # One copy to the host for all pairs.
     margins = [dpo_margin(*row) for row in torch.stack(sums).cpu().view(-1, 4)] if sums else []
     for (better, worse), margin in zip(pairs, margins, strict=True):
-        weight = float(dpo_token_weights(margin, beta=beta))
+        weight = float(token_weights(margin, beta=beta))
         # The sign: better tokens rise, worse ones fall.
         for s, coefficient in ((better, -weight), (worse, weight)):
             coefficients[s.trajectory.id] = (coefficient,) * s.trajectory.num_completion_tokens
-        metrics.add_loss(term.name, dpo(margin, beta=beta) / term.denominator)
+        metrics.add_loss(term.name, loss_of(margin, beta=beta) / term.denominator)
         metrics.mean(f"{term.name}/accuracy", margin > 0)
     return replace(term, advantage=coefficients)
 

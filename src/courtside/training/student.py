@@ -211,7 +211,8 @@ class Student:
     ) -> list[list[Scored]]:
         """The two members of a preference pair stay together."""
         units: list[tuple[Scored, ...]] = [*preference_pairs(scored)]
-        units += [(s,) for s in scored if s.trajectory.preference is None]
+        paired = {s.trajectory.id for pair in units for s in pair}
+        units += [(s,) for s in scored if s.trajectory.id not in paired]
         batches = self.passes.plan_batches(
             [[forward_ids(s, trained) for s in unit] for unit in units],
             self.micro_batch_tokens or self.default_pass_tokens,

@@ -21,7 +21,7 @@ from courtside.losses.policy_gradient import (
     unlikely_advantage,
 )
 from courtside.training.loss_terms import LossTerm, TrainedTokens
-from courtside.types import Scored, Target
+from courtside.types import Scored, Target, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class TokenBatch:
     sampler_logp_N: Tensor
     """NaN where the token was not sampled by us."""
     by_student_N: Tensor
+    """Whether the student alone sampled the token."""
     teacher_logp_N: Tensor
     """NaN where the teacher did not score the token."""
     reference_logp_N: Tensor
@@ -197,6 +198,10 @@ def make_token_batch(
     )
 
 
+def is_own_sample(trajectory: Trajectory) -> bool:
+    return trajectory.source == "student" and trajectory.num_replaced is None
+
+
 def _columns(
     group: Sequence[Scored], terms: Sequence[LossTerm], masks: Sequence[Sequence[bool]]
 ) -> dict[tuple[str, str], list[float]]:
@@ -216,7 +221,7 @@ def _columns(
     columns = {
         ("temperature", ""): column((t.temperature for t in trajectories), math.nan),
         ("sampler", ""): column((t.sampler_logp or None for t in trajectories), math.nan),
-        ("by_student", ""): column((float(t.source == "student") for t in trajectories), 0.0),
+        ("by_student", ""): column((float(is_own_sample(t)) for t in trajectories), 0.0),
     }
     for term in terms:
         columns["weight", term.name] = column((term.weight.get(t.id) for t in trajectories), 0.0)

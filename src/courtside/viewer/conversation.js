@@ -144,7 +144,7 @@ function assistantEntry(trajectory, turn) {
     ...turn.events.filter((event) => event.message).map((event) => make("span", { class: "failed" }, event.message)),
     turn.gap === null ? null : make("small", { class: "gap", title: "log-probability of the teacher minus the student’s, mean over the tokens that both scored" },
       `mean gap ${formatNats(turn.gap)}`));
-  return entry(trajectory.source === "dataset" ? "assistant" : trajectory.source, "assistant",
+  return entry(turn.author === "dataset" ? "assistant" : turn.author, "assistant",
     facts.childNodes.length ? facts : null, text);
 }
 

@@ -94,6 +94,7 @@ def serialize_conversation(stored: StoredTrajectory, user_hints: Mapping[int, Hi
             {
                 "number": number,
                 "role": turn.role,
+                "author": trajectory.author_of(number),
                 "text": turn.text,
                 "messages": _messages(trajectory, number),
                 "events": [

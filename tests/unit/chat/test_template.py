@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support.tiny_model import TEMPLATE, tiny_tokenizer
 
@@ -58,6 +58,7 @@ def as_text(messages: list[Message], *, begin: bool) -> str:
 @settings(deadline=None)
 @given(messages=conversations)
 def test_a_prompt_is_what_the_tokenizers_own_call_gives(messages: list[Message]) -> None:
+    assume(messages[-1].role != "assistant")  # that is a prefill
     ids = PLAIN.prompt_ids(messages)
     assert ids == stock(messages, add_generation_prompt=True)
     assert TOKENIZER.decode(ids) == as_text(messages, begin=True)
@@ -68,6 +69,7 @@ def test_a_prompt_is_what_the_tokenizers_own_call_gives(messages: list[Message])
 def test_prompt_and_answer_are_the_whole_conversation_up_to_the_end_token(
     messages: list[Message], text: str
 ) -> None:
+    assume(messages[-1].role != "assistant")
     prompt, answer = PLAIN.prompt_ids(messages), PLAIN.completion_ids(messages, text)
     whole = stock([*messages, Message(role="assistant", content=text)])
     assert prompt + answer == whole[: len(prompt) + len(answer)]
@@ -75,6 +77,22 @@ def test_prompt_and_answer_are_the_whole_conversation_up_to_the_end_token(
     assert PLAIN.text(answer) == text
     # The template goes on behind the end token; nobody writes that, so nobody is trained on it.
     assert TOKENIZER.decode(whole[len(prompt + answer) :]) == "\n"
+
+
+@settings(deadline=None)
+@given(prefill=st.text(min_size=1, max_size=12), text=st.text(max_size=12))
+@example(prefill="<|im_end|>", text="<|im_start|>")
+@example(prefill="\n", text="\nx")
+def test_an_answer_continues_its_prefill(prefill: str, text: str) -> None:
+    merging = renderer(merges=(("Ċ", "Ċ"),))
+    begun = (*ASK, Message(role="assistant", content=prefill))
+    prompt, answer = merging.prompt_ids(begun), merging.completion_ids(begun, text)
+    assert prompt[: len(merging.prompt_ids(ASK))] == merging.prompt_ids(ASK)
+    assert merging.tokenizer.decode(prompt + answer) == (
+        as_text(list(ASK), begin=True) + prefill + text + "<|im_end|>"
+    )
+    assert answer[-1] == END and END not in prompt[len(merging.prompt_ids(ASK)) :]
+    assert merging.text(answer[:-1]) == text or "\ufffd" in merging.text(answer)
 
 
 def test_the_first_of_several_end_tokens_ends_the_answer() -> None:

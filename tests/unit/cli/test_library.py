@@ -16,13 +16,14 @@ from courtside.recipe.builtin import (
     recipes_folder,
 )
 from courtside.recipe.load import load_recipe
+from courtside.recipe.pipeline import is_pipeline, load_pipeline
 
 
 def test_every_built_in_recipe_is_valid_and_says_what_it_does_and_needs() -> None:
     recipes = list_builtin_recipes()
     assert recipes
     for recipe in recipes:
-        load_recipe(recipe.file)
+        (load_pipeline if is_pipeline(recipe.file) else load_recipe)(recipe.file)
         assert recipe.about, recipe.name
         assert recipe.needs, f"{recipe.name}: its README needs a line `Needs: hardware, time`"
         assert find_recipe(recipe.name) == recipe.file

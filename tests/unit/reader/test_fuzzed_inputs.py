@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_trajectories import balanced
 
+from courtside.chat.model_client import Reply
 from courtside.reader.base import ReaderOutput
 from courtside.reader.loading import make_reader
-from courtside.reader.model.client import Reply
 from courtside.reader.model.prompt import CLOSE, OPEN, make_windows
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig, RuleReaderConfig
 from courtside.recipe.rules import Detect, Rule
@@ -203,7 +203,7 @@ def test_windows(
 
 def test_reading_loads_no_torch() -> None:
     code = (
-        "import sys, courtside.reader.loading, courtside.reader.model.openai_client; "
+        "import sys, courtside.reader.loading, courtside.chat.openai_client; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from scripted_trajectories import assistant, balanced, environment, event, play, tool
 
+from courtside.chat.model_client import Reply
 from courtside.errors import RecipeError
 from courtside.reader.base import ReaderOutput
 from courtside.reader.loading import make_reader
-from courtside.reader.model.client import Reply
 from courtside.reader.model.parse import parse_entries
 from courtside.reader.model.prompt import CLOSE, OPEN, encode_line, make_windows
 from courtside.reader.model.reader import ModelReader

@@ -2,109 +2,52 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from scripted_trajectories import play
+from support.chat_server import ChatServer, Response, completion
 
+from courtside.chat.openai_client import OpenAIClient
 from courtside.errors import RecipeError, RunError
 from courtside.reader.loading import make_reader
-from courtside.reader.model.openai_client import OpenAIClient
 from courtside.recipe.reader import EndpointConfig, ModelReaderConfig
 from courtside.types import Message
 
 KEY = "sk-not-a-real-key"
-Response = tuple[int, dict[str, str], bytes]
-
-
-def completion(text: Any, **more: Any) -> Response:
-    body = {
-        "choices": [{"message": {"role": "assistant", "content": text}}],
-        "usage": {"prompt_tokens": 11, "completion_tokens": 5},
-        **more,
-    }
-    return 200, {}, json.dumps(body).encode()
-
-
-class Server:
-    """Answers request after request with `answer(number, body)`."""
-
-    def __init__(self) -> None:
-        self.answer: Callable[[int, dict[str, Any]], Response] = lambda n, body: completion("[]")
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.paths: list[str] = []
-        self.under_way = self.most_under_way = 0
-        lock = threading.Lock()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    number = len(outer.bodies)
-                    outer.bodies.append(body)
-                    outer.headers.append(dict(self.headers))
-                    outer.paths.append(self.path)
-                    outer.under_way += 1
-                    outer.most_under_way = max(outer.most_under_way, outer.under_way)
-                try:
-                    status, headers, content = outer.answer(number, body)
-                finally:
-                    with lock:
-                        outer.under_way -= 1
-                try:
-                    self.send_response(status)
-                    for name, value in headers.items():
-                        self.send_header(name, value)
-                    self.send_header("Content-Length", str(len(content)))
-                    self.end_headers()
-                    self.wfile.write(content)
-                except BrokenPipeError:
-                    pass  # the client gave up waiting
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
-        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setenv("READER_KEY", f" {KEY}\n")
-    item = Server()
+    item = ChatServer()
     yield item
     item.close()
 
 
-def asking(server: Server, *, first_wait: float = 0.01, **fields: Any) -> OpenAIClient:
+def asking(server: ChatServer, *, first_wait: float = 0.01, **fields: Any) -> OpenAIClient:
     endpoint = EndpointConfig(base_url=server.url, model="judge", **fields)
-    config = ModelReaderConfig(kind="model", endpoint=endpoint, max_new_tokens=99)
-    return OpenAIClient(config, first_wait=first_wait)
+    return OpenAIClient(
+        endpoint,
+        field="reader.endpoint",
+        max_new_tokens=99,
+        temperature=0.0,
+        shorten="lower reader.window_chars",
+        first_wait=first_wait,
+    )
 
 
 def prompt(text: str) -> tuple[Message, ...]:
     return (Message(role="system", content="Read."), Message(role="user", content=text))
 
 
-def test_what_is_sent_and_what_comes_back(server: Server) -> None:
+def test_what_is_sent_and_what_comes_back(server: ChatServer) -> None:
     ask = asking(
         server, api_key_env="READER_KEY", extra_body={"seed": 4, "extra": {"thinking": False}}
     )
@@ -123,20 +66,20 @@ def test_what_is_sent_and_what_comes_back(server: Server) -> None:
     assert ask([]) == []
 
 
-def test_no_key_is_sent_where_none_is_named(server: Server) -> None:
+def test_no_key_is_sent_where_none_is_named(server: ChatServer) -> None:
     asking(server, extra_body={"max_completion_tokens": 5})([prompt("a")])
     assert "Authorization" not in server.headers[0]
     assert "max_tokens" not in server.bodies[0] and server.bodies[0]["max_completion_tokens"] == 5
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 408])
-def test_a_busy_server_is_asked_again(server: Server, status: int) -> None:
+def test_a_busy_server_is_asked_again(server: ChatServer, status: int) -> None:
     server.answer = lambda n, body: (status, {}, b"busy") if n < 2 else completion("done")
     assert asking(server)([prompt("a")])[0].text == "done"
     assert len(server.bodies) == 3
 
 
-def test_waits_grow_and_the_server_may_say_how_long(server: Server) -> None:
+def test_waits_grow_and_the_server_may_say_how_long(server: ChatServer) -> None:
     times: list[float] = []
 
     def answer(number: int, _body: dict[str, Any]) -> Response:
@@ -150,7 +93,7 @@ def test_waits_grow_and_the_server_may_say_how_long(server: Server) -> None:
     assert waits[0] >= 0.05 and waits[1] >= 0.1 and waits[2] >= 0.2 and waits[3] < 0.4
 
 
-def test_a_server_that_stays_broken(server: Server) -> None:
+def test_a_server_that_stays_broken(server: ChatServer) -> None:
     server.answer = lambda n, body: (500, {}, f"boom {KEY}".encode())
     with pytest.raises(RunError) as caught:
         asking(server, max_retries=2, api_key_env="READER_KEY")([prompt("a")])
@@ -160,7 +103,7 @@ def test_a_server_that_stays_broken(server: Server) -> None:
     assert len(server.bodies) == 3
 
 
-def test_one_failure_ends_the_others(server: Server) -> None:
+def test_one_failure_ends_the_others(server: ChatServer) -> None:
     def answer(_number: int, body: dict[str, Any]) -> Response:
         is_bad = body["messages"][1]["content"] == "bad"
         return (400, {}, b"too long") if is_bad else (503, {}, b"busy")
@@ -172,7 +115,7 @@ def test_one_failure_ends_the_others(server: Server) -> None:
     assert time.perf_counter() - start < 5
 
 
-def test_a_timeout_is_a_try(server: Server) -> None:
+def test_a_timeout_is_a_try(server: ChatServer) -> None:
     def answer(number: int, _body: dict[str, Any]) -> Response:
         if number == 0:
             time.sleep(0.5)
@@ -185,7 +128,7 @@ def test_a_timeout_is_a_try(server: Server) -> None:
         asking(server, timeout=0.1, max_retries=1)([prompt("a")])
 
 
-def test_nobody_there(server: Server) -> None:
+def test_nobody_there(server: ChatServer) -> None:
     ask = asking(server, max_retries=1)
     server.close()
     with pytest.raises(RunError, match=r"after 2 tries \(ConnectError.*Check that the server runs"):
@@ -197,7 +140,7 @@ def test_nobody_there(server: Server) -> None:
     [(401, "api_key_env"), (403, "api_key_env"), (404, "ends in the version"), (301, "Check"),
      (422, "reader.window_chars")],
 )  # fmt: skip
-def test_a_refusal_is_not_retried(server: Server, status: int, fix: str) -> None:
+def test_a_refusal_is_not_retried(server: ChatServer, status: int, fix: str) -> None:
     server.answer = lambda n, body: (status, {"Location": "/elsewhere"}, f"key {KEY}".encode())
     with pytest.raises(RunError, match=fix) as caught:
         asking(server, api_key_env="READER_KEY")([prompt("a")])
@@ -209,19 +152,19 @@ def test_a_refusal_is_not_retried(server: Server, status: int, fix: str) -> None
     [b"<html>hello</html>", b"[]", b"{}", b'{"choices": []}', b'{"choices": [{"text": "x"}]}',
      b"\xff", b"null", b"[" * 100_000],
 )  # fmt: skip
-def test_something_that_is_no_chat_completion(server: Server, content: bytes) -> None:
+def test_something_that_is_no_chat_completion(server: ChatServer, content: bytes) -> None:
     server.answer = lambda n, body: (200, {}, content)
     with pytest.raises(RunError, match=r"is no chat completion.*http://localhost:8000/v1"):
         asking(server)([prompt("a")])
 
 
 @pytest.mark.parametrize("text", [None, 5, ""])
-def test_an_empty_reply_is_a_reply(server: Server, text: Any) -> None:
+def test_an_empty_reply_is_a_reply(server: ChatServer, text: Any) -> None:
     server.answer = lambda n, body: completion(text, usage=None)
     assert [(r.text, r.input_tokens) for r in asking(server)([prompt("a")])] == [("", 0)]
 
 
-def test_no_more_requests_at_once_than_asked_for(server: Server) -> None:
+def test_no_more_requests_at_once_than_asked_for(server: ChatServer) -> None:
     server.answer = lambda n, body: (time.sleep(0.02), completion("x"))[1]
     asking(server, max_concurrency=3)([prompt(str(n)) for n in range(12)])
     assert server.most_under_way == 3 and len(server.bodies) == 12
@@ -229,7 +172,7 @@ def test_no_more_requests_at_once_than_asked_for(server: Server) -> None:
 
 @pytest.mark.parametrize("value", [None, " ", "two\nlines", "schlüssel"])
 def test_a_key_that_is_not_there(
-    server: Server, monkeypatch: pytest.MonkeyPatch, value: str | None
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch, value: str | None
 ) -> None:
     monkeypatch.delenv("READER_KEY")
     if value is not None:
@@ -238,7 +181,7 @@ def test_a_key_that_is_not_there(
         asking(server, api_key_env="READER_KEY")
 
 
-def test_the_whole_reader_over_http(server: Server) -> None:
+def test_the_whole_reader_over_http(server: ChatServer) -> None:
     replies = ['```json\n[{"turn": 1, "hint": "Look it up."}]\n```', "no idea"]
     server.answer = lambda n, body: completion(replies["second" in body["messages"][1]["content"]])
     config = ModelReaderConfig(
@@ -253,6 +196,6 @@ def test_the_whole_reader_over_http(server: Server) -> None:
     }  # fmt: skip
 
 
-def test_the_key_is_in_no_record(server: Server) -> None:
+def test_the_key_is_in_no_record(server: ChatServer) -> None:
     ask = asking(server, api_key_env="READER_KEY")
-    assert KEY not in repr(ask.config) and KEY not in ask.config.model_dump_json()
+    assert KEY not in repr(ask.endpoint) and KEY not in ask.endpoint.model_dump_json()

@@ -108,7 +108,8 @@ def test_a_key_in_the_recipe_is_refused_and_not_repeated(field: str, value: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("temperature", "a field of its own"), ("messages", "set by the reader")]
+    ("name", "message"),
+    [("temperature", "a field of its own"), ("messages", "set for each request")],
 )
 def test_a_body_leaves_the_readers_fields_alone(name: str, message: str) -> None:
     with pytest.raises(ValidationError, match=message):

@@ -157,6 +157,7 @@ TASKS: Mapping[str, Task] = {
     "contains": task("contains", "17"),
     "regex": task("regex", pattern="17"),
     "instruction": task("instruction", check="one_sentence"),
+    "maze": task("maze", "B0", map_seed=1, start="A0", is_continued=False, max_moves=9),
 }
 
 

@@ -1,34 +1,15 @@
-"""Clients of a reader's model: messages in, text out. This one is the student, in process."""
+"""The student as the model of a reader, in process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
+from courtside.chat.model_client import Reply
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.recipe.reader import ModelReaderConfig
 from courtside.seeds import seed_for
 from courtside.types import Message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    text: str
-    input_tokens: int = 0
-    """0 where the server does not say."""
-    output_tokens: int = 0
-
-
-class ModelClient(Protocol):
-    def __call__(self, prompts: Sequence[Sequence[Message]]) -> list[Reply]:
-        """A reply for each prompt, in their order."""
-        ...
-
-    def fits(self, prompt: Sequence[Message]) -> bool:
-        """Whether it is short enough to be asked. True where that is not known beforehand."""
-        ...
 
 
 class StudentClient:

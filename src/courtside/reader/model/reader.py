@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from courtside.chat.model_client import ModelClient
 from courtside.reader.base import ReaderOutput
-from courtside.reader.model.client import ModelClient
 from courtside.reader.model.parse import parse_reply
 from courtside.reader.model.prompt import CLOSE, OPEN, Window, make_windows
 from courtside.recipe.reader import ModelReaderConfig

@@ -14,13 +14,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from courtside.errors import RecipeError, UserError
 from courtside.files import read_regular_file
 from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe, require_path
-from courtside.report.costs import PhaseCost
+from courtside.report.costs import PhaseCost, StepCost
 from courtside.report.folder import toml
 from courtside.report.folder.evaluation_names import EvaluationName
 from courtside.report.folder.files import (
@@ -105,6 +106,11 @@ class RunFolder:
     def read(cls, path: str | Path) -> RunFolder:
         """Open the folder of a run read-only, also while it is training."""
         path = require_path(path, "run", "the path of a run folder as str or Path")
+        if (path / "pipeline.json").is_file() and not (path / RECIPE).is_file():
+            raise UserError(
+                f"{path}: is the folder of a pipeline. Give one of its stages, such as "
+                f"{next(iter(sorted((path / 'stages').glob('*/'))), path / 'stages')}"
+            )
         if not (path / RECIPE).is_file():
             raise UserError(
                 f"{path}: not a run folder (it has no {RECIPE}). Give the folder that "
@@ -272,14 +278,18 @@ class RunFolder:
         seconds: Mapping[str, float],
         store_trajectories: bool,
         reader_counts: Mapping[str, int] | None = None,
+        cost: StepCost | None = None,
+        draft_counts: Mapping[str, int] = MappingProxyType({}),
     ) -> Row:
         """Store one training step and return its row of metrics (None where not finite).
 
         `reader_counts` are the reader's counters of this step; None: there is no reader.
+        `draft_counts`: those of the draft stages.
         """
         assert step == update.step
         self._check_writable()
-        row: Row = replace_non_finite(compute_metrics(scored, update, seconds, reader_counts))
+        metrics = compute_metrics(scored, update, seconds, reader_counts, draft_counts, cost=cost)
+        row: Row = replace_non_finite(metrics)
         if store_trajectories:
             # Who deletes trajectories/ to save space may go on.
             with explain_write_errors(self.path), suppress(FileExistsError):

@@ -71,6 +71,10 @@ def _trajectory_row(stored: StoredTrajectory) -> dict[str, Any]:
         "hints": len(stored.hints),
         "trained_hints": sum(outcome.drop_reason is None for outcome in stored.hints),
         "teacher": stored.teacher,
+        "preference": trajectory.preference,
+        "correction": trajectory.correction,
+        "draft": trajectory.draft,
+        "critique": trajectory.critique,
         **{f"reward/{name}": value for name, value in trajectory.rewards.items()},
     }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from courtside.report.folder.parquet import (
+    DRAFT,
     GRADE,
     PLAIN,
     StoredTrajectory,
@@ -20,6 +21,7 @@ from courtside.types import Event, HintOutcome, Trajectory, Turn
 TURN = "turns.list.element"
 COLUMNS = [
     *PLAIN,
+    *DRAFT,
     *(f"grade_{name}" for name in GRADE),
     *("task", "hints"),
     *(f"{TURN}.role", f"{TURN}.completion_mask", f"{TURN}.events.list.element.kind"),

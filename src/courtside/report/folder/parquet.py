@@ -34,6 +34,10 @@ VERSION_KEY = b"courtside.schema_version"
 GRADE = ("score", "passed", "feedback", "error")
 PLAIN = ("id", "source", "policy_version", "temperature", "stop", "preference")
 """Fields of a trajectory that are stored as they are."""
+DRAFT = ("draft", "correction", "critique", "pair")
+"""The same, of trajectories that a teacher added, marked or wrote about."""
+LATER = ("fault", "num_replaced", *DRAFT)
+"""Such fields that files of earlier versions do not have."""
 
 Tree = dict[str, Any]
 
@@ -183,6 +187,8 @@ def _schema() -> Any:
             ("fault", pa.string()),
             ("rewards", pa.string()),
             ("preference", pa.string()),
+            ("num_replaced", pa.int32()),
+            *((name, pa.string()) for name in DRAFT),
             ("turns", pa.list_(turn)),
             ("teacher", pa.string()),
             ("context", pa.string()),
@@ -236,12 +242,13 @@ def parse_row(row: Tree, step: int) -> StoredTrajectory:
 
 def parse_row_trajectory(row: Tree, turns: tuple[Turn, ...]) -> Trajectory:
     grade = {name: row[f"grade_{name}"] for name in GRADE}
+    later: Tree = {name: row.get(name) for name in LATER}
     return Trajectory(
         **{name: row[name] for name in PLAIN},
+        **later,
         task=_parse_task(json.loads(row["task"])),
         turns=turns,
         grade=None if grade["passed"] is None else _parse_grade(grade),
-        fault=row.get("fault"),
         rewards=json.loads(row.get("rewards") or "{}"),
     )
 

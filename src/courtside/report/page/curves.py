@@ -44,6 +44,8 @@ PANELS = (
     Panel("Gradient norm", "norm", re.compile(r"grad_norm(/.*)?")),
     Panel("Speed", "tokens per second", re.compile(r"tokens_per_second")),
     Panel("Time", "seconds per step", re.compile(r"seconds/.*")),
+    Panel("Cost", "tokens per step", re.compile(r"cost/.*_tokens")),
+    Panel("Computation", "FLOPs per step", re.compile(r"cost/flops")),
 )
 """Charts shown first, in order; all other keys follow in a collapsed section."""
 

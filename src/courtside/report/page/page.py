@@ -5,14 +5,13 @@ Made from the run folder alone. All text of models, tasks and recipes is escaped
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from courtside.recipe import Recipe
+from courtside.report.budget import BudgetMeter
 from courtside.report.costs import PhaseCost
 from courtside.report.evaluation_pairs import Differences, pair_evaluations
 from courtside.report.folder import toml
@@ -30,6 +29,7 @@ from courtside.report.page.curves import (
 )
 from courtside.report.page.errors import render_error_rates
 from courtside.report.page.hints import render_hints
+from courtside.report.page.layout import Section, render_page
 from courtside.report.page.reading import FolderReader, list_steps
 from courtside.report.page.results import render_further_evaluations, render_result
 from courtside.report.page.samples import first_per_task, informative_first, render_scored_answer
@@ -43,32 +43,10 @@ from courtside.report.summary import (
     format_number,
     summarize_recipe,
 )
-from courtside.sanitize import show_invisible
 from courtside.types import Evaluation
 
 NUM_SAMPLES = 4
 """Of each kind."""
-
-
-class Section(NamedTuple):
-    title: str
-    body: str
-    """Empty: the section is left out."""
-    is_folded: bool = False
-
-    @property
-    def anchor(self) -> str:
-        """
-        >>> Section("Samples before and after", "").anchor
-        'samples-before-and-after'
-        """
-        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
-
-    def render(self) -> str:
-        title = escape(self.title)
-        if self.is_folded:
-            return f'<details id="{self.anchor}"><summary>{title}</summary>{self.body}</details>'
-        return f'<section id="{self.anchor}"><h2>{title}</h2>{self.body}</section>'
 
 
 def write_report(
@@ -86,27 +64,16 @@ def write_report(
     if are_metrics_readable:
         reader.check_metrics(metrics, evaluations)
     alarms: list[Row] = reader.read(folder.alarms, [])
-    sections = [
-        section
-        for section in _make_sections(reader, metrics, evaluations, differences or {}, decode)
-        if section.body
-    ]
-    page = PAGE.format(
-        title=escape(folder.path.resolve().name),
-        summary=escape(summarize_recipe(recipe)),
-        progress=f"{_num_steps_done(metrics)} of {recipe.train.steps} steps",
-        style=resources.files("courtside.report.page").joinpath("report.css").read_text("utf-8"),
-        contents=_render_contents(sections),
-        body="\n".join(
-            [
-                _render_problems(reader.problems),
-                _render_alarms(alarms),
-                *(section.render() for section in sections),
-            ]
-        ),
+    sections = _make_sections(reader, metrics, evaluations, differences or {}, decode)
+    page = render_page(
+        title=folder.path.resolve().name,
+        summary=summarize_recipe(recipe),
+        progress=_describe_progress(recipe, metrics),
+        alerts=render_problems(reader.problems) + _render_alarms(alarms),
+        sections=sections,
     )
     path = folder.path / "report.html"
-    replace_file(path, show_invisible(page).encode("utf-8", "replace"))
+    replace_file(path, page)
     return path
 
 
@@ -133,40 +100,17 @@ def _make_sections(
         Section("More metrics", _render_grid(more) if more else "", is_folded=True),
         Section("Hints", render_hints(reader, metrics, decode)),
         Section("Tokens with the largest shift", _render_shifted(stored, decode)),
-        Section("Costs", _render_costs(reader.read(folder.read_costs, {}))),
+        Section("Costs", render_costs(reader.read(folder.read_costs, {}))),
         Section("Episodes", _render_episodes(stored, decode)),
         Section(
             "Training samples, colored by the teacher's scores", _render_answers(stored, decode)
         ),
-        Section("Environment", _render_facts(reader.read(folder.environment, {}))),
+        Section("Environment", render_facts(reader.read(folder.environment, {}))),
         Section("Recipe", _render_recipe(folder.recipe()), is_folded=True),
     ]
 
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title} · courtside</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-<header class="top"><p class="brand">courtside</p><h1>{title}</h1>
-<p class="summary">{summary}</p><p class="progress">{progress}</p></header>
-{contents}
-{body}
-</main>
-</body>
-</html>
-"""
-
-
-def _render_costs(costs: Mapping[str, PhaseCost]) -> str:
+def render_costs(costs: Mapping[str, PhaseCost]) -> str:
     if not costs:
         return ""
     seconds = sum(cost.seconds for cost in costs.values())
@@ -258,7 +202,7 @@ def _render_recipe(recipe: Recipe) -> str:
     return f"<pre>{escape(toml.dumps(dump_recipe(recipe)))}</pre>"
 
 
-def _render_facts(values: Mapping[str, Any]) -> str:
+def render_facts(values: Mapping[str, Any]) -> str:
     rows = "".join(
         f"<tr><th>{escape(str(key).replace('_', ' '))}</th><td>{escape(str(value))}</td></tr>"
         for key, value in values.items()
@@ -267,16 +211,13 @@ def _render_facts(values: Mapping[str, Any]) -> str:
     return f'<table class="facts"><tbody>{rows}</tbody></table>' if rows else ""
 
 
-def _num_steps_done(metrics: Sequence[Row]) -> int:
-    return metrics[-1]["step"] + 1 if metrics else 0
+def _describe_progress(recipe: Recipe, metrics: Sequence[Row]) -> str:
+    num_steps = metrics[-1]["step"] + 1 if metrics else 0
+    end = BudgetMeter(recipe.train, metrics).end
+    return f"{num_steps} of {recipe.train.steps} steps" + (f"; {end}" if end else "")
 
 
-def _render_contents(sections: Sequence[Section]) -> str:
-    links = "".join(f'<a href="#{s.anchor}">{escape(s.title)}</a>' for s in sections)
-    return f'<nav class="contents" aria-label="Contents">{links}</nav>'
-
-
-def _render_problems(problems: Sequence[str]) -> str:
+def render_problems(problems: Sequence[str]) -> str:
     if not problems:
         return ""
     items = "".join(f"<li>{escape(problem)}</li>" for problem in problems)

@@ -35,6 +35,8 @@ def render_scored_answer(stored: StoredTrajectory, decode: Decode | None) -> str
     """One answer from training as a card."""
     trajectory, gaps = stored.trajectory, compute_token_gaps(stored)
     facts = [f"step {stored.step}", f"source: {trajectory.source}", *describe_episode(trajectory)]
+    if trajectory.draft is not None:
+        facts.append(f"{trajectory.correction} of {trajectory.draft}")
     if stored.teacher is not None:
         facts.append(f"teacher {stored.teacher}")
     facts.append(_format_mean_gap([gap for turn in gaps for gap in turn if gap is not None]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -45,16 +45,18 @@ def line_chart(
     y_label: str,
     as_percent: bool = False,
     marks: Sequence[float] = (),
+    format_x: Callable[[float], str] | None = None,
 ) -> str:
     """A figure with axes and legend; `as_percent` formats 0…1 as per cent.
 
-    `marks`: values of x with a vertical line behind the curves.
+    `marks`: values of x with a vertical line behind the curves. `format_x`: labels of the x axis;
+    unset: whole numbers, such as steps.
     """
     xs = [x for line in series if not line.flat for x, _ in line.points] or [0.0]
     ends = [end for line in series for bar in line.bars or () for end in bar if math.isfinite(end)]
     low_y, high_y = y_range([y for line in series for y in line.values] + ends, as_percent)
     area = PlotArea(x=x_range(xs), y=(low_y, high_y))
-    parts = [*_axes(area, x_label, y_label, as_percent), *_draw_marks(marks, area)]
+    parts = [*_axes(area, x_label, y_label, as_percent, format_x), *_draw_marks(marks, area)]
     for index, line in enumerate(series):
         parts.append(f'<g class="c{index % NUM_COLORS}">{"".join(_draw_series(line, area))}</g>')
     svg = (
@@ -122,17 +124,24 @@ def step_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks(low, high, 6) if tick == round(tick)]
 
 
-def _axes(area: PlotArea, x_label: str, y_label: str, as_percent: bool) -> Iterable[str]:
+def _axes(
+    area: PlotArea,
+    x_label: str,
+    y_label: str,
+    as_percent: bool,
+    format_x: Callable[[float], str] | None,
+) -> Iterable[str]:
     base = HEIGHT - MARGIN_BOTTOM
     for value in ticks(*area.y, 5):
         y = area.to_y(value)
         yield f'<path class="grid" d="M{MARGIN_LEFT} {y:.1f}H{WIDTH - MARGIN_RIGHT}"/>'
         text = format_tick(value, as_percent)
         yield f'<text x="{MARGIN_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>'
-    for value in step_ticks(*area.x):
+    for value in step_ticks(*area.x) if format_x is None else ticks(*area.x, 6):
         x = area.to_x(value)
+        label = f"{value:.0f}" if format_x is None else format_x(value)
         yield f'<path class="axis" d="M{x:.1f} {base}v4"/>'
-        yield f'<text x="{x:.1f}" y="{base + 15}" text-anchor="middle">{value:.0f}</text>'
+        yield f'<text x="{x:.1f}" y="{base + 15}" text-anchor="middle">{label}</text>'
     yield f'<path class="axis" d="M{MARGIN_LEFT} {base}H{WIDTH - MARGIN_RIGHT}"/>'
     yield (
         f'<text class="label" x="{WIDTH - MARGIN_RIGHT}" y="{HEIGHT - 4}" text-anchor="end">'

@@ -57,8 +57,9 @@ class Conversation:
         spans = [outcome.hint.bad_span for outcome in hints if outcome.hint.bad_span]
         body = render_turn_text(turn, gaps, self.decode, bad_spans=spans)
         return "".join(map(render_hint, hints)) + _render_entry(
-            self.trajectory.source, "assistant", body, "".join(map(render_event, turn.events))
-        )
+            self.trajectory.author_of(number), "assistant", body,
+            "".join(map(render_event, turn.events)),
+        )  # fmt: skip
 
 
 def render_episode(

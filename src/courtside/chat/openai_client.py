@@ -1,0 +1,205 @@
+"""A model behind OpenAI's chat completions, over HTTP.
+
+The key is read from the environment when the client is made and goes into one header; it is in no
+record, message or file of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any, NamedTuple
+
+import httpx
+
+from courtside.chat.model_client import Reply
+from courtside.errors import RecipeError, RunError
+from courtside.recipe.endpoint import EndpointConfig
+from courtside.sanitize import to_one_line, truncate
+from courtside.types import Message
+
+LONGEST_WAIT = 60.0
+"""Seconds between two tries, whatever the server asks for."""
+GO_ON = "Then start the same command again: a run goes on from its last checkpoint"
+
+
+class _Busy(Exception):
+    """Worth another try."""
+
+    def __init__(self, reason: str, wait: float | None = None):
+        super().__init__(reason)
+        self.wait = wait
+
+
+class Replies(NamedTuple):
+    replies: list[Reply | None]
+    """In the order of the prompts; None: there is none."""
+    errors: list[RunError]
+    """Of those without a reply, the first first."""
+
+
+class OpenAIClient:
+    def __init__(
+        self,
+        endpoint: EndpointConfig,
+        *,
+        field: str,
+        max_new_tokens: int,
+        temperature: float,
+        shorten: str,
+        first_wait: float = 1.0,
+    ):
+        """`field`: of the recipe, for messages; `shorten`: the fix for prompts too long."""
+        self.endpoint, self.field, self.shorten = endpoint, field, shorten
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.first_wait = first_wait
+        """Seconds before the second try; doubled each time."""
+        self._key = _read_key(endpoint.api_key_env, field)
+        self._stop = threading.Event()
+        """Set when requests are given up, so that the others do not go on trying."""
+
+    def fits(self, prompt: Sequence[Message]) -> bool:
+        return True
+
+    def __call__(self, prompts: Sequence[Sequence[Message]]) -> list[Reply]:
+        """All replies; the first failure is raised, and gives the others up."""
+        replies, errors = self.try_each(prompts, max_failures=0)
+        if errors:
+            raise errors[0]
+        return [reply for reply in replies if reply is not None]
+
+    def try_each(self, prompts: Sequence[Sequence[Message]], *, max_failures: int) -> Replies:
+        """With more failures than `max_failures` the other requests are given up."""
+        if not prompts:
+            return Replies([], [])
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        errors: list[RunError] = []
+        self._stop.clear()
+        with (
+            httpx.Client(timeout=self.endpoint.timeout, headers=headers) as client,
+            ThreadPoolExecutor(max_workers=self.endpoint.max_concurrency) as threads,
+        ):
+            futures = [threads.submit(self._ask, client, prompt) for prompt in prompts]
+            try:
+                for future in as_completed(futures):
+                    if isinstance(error := future.exception(), RunError):
+                        errors.append(error)
+                    if error is not None and len(errors) > max_failures:
+                        break
+            finally:
+                self._stop.set()
+                threads.shutdown(wait=False, cancel_futures=True)
+        return Replies([_find_reply(future) for future in futures], errors)
+
+    def _ask(self, client: httpx.Client, prompt: Sequence[Message]) -> Reply:
+        body = self._body(prompt)
+        for tries in range(1, self.endpoint.max_retries + 2):
+            try:
+                return self._once(client, body)
+            except _Busy as busy:
+                last = busy
+            pause = self.first_wait * 2 ** (tries - 1) if last.wait is None else last.wait
+            if tries <= self.endpoint.max_retries and self._stop.wait(min(pause, LONGEST_WAIT)):
+                break  # another request failed for good; its error is the one to tell
+        raise RunError(
+            f"{self.field}.base_url = {self.endpoint.base_url!r}: no answer after {tries} tries "
+            f"({last}). Check that the server runs and can be reached from here, or raise its "
+            f"timeout and retries. {GO_ON}"
+        )
+
+    def _body(self, prompt: Sequence[Message]) -> dict[str, Any]:
+        extra = {
+            name: dict(value) if not isinstance(value, str | int | float) else value
+            for name, value in self.endpoint.extra_body.items()
+        }
+        limit = {"max_tokens": self.max_new_tokens}
+        return {
+            "model": self.endpoint.model,
+            "messages": [{"role": m.role, "content": m.content} for m in prompt],
+            "temperature": self.temperature,
+            **({} if "max_completion_tokens" in extra else limit),
+            **extra,
+        }
+
+    def _once(self, client: httpx.Client, body: dict[str, Any]) -> Reply:
+        try:
+            response = client.post(f"{self.endpoint.base_url}/chat/completions", json=body)
+        except httpx.TransportError as error:
+            raise _Busy(f"{type(error).__name__}: {error}") from None
+        status = response.status_code
+        if status in (408, 425, 429) or status >= 500:
+            raise _Busy(f"status {status}: {self._excerpt(response)}", _retry_after(response))
+        if status != 200:
+            raise RunError(
+                f"{self.field}.base_url = {self.endpoint.base_url!r} refused the request "
+                f"(status {status}): {self._excerpt(response)}. {self._fix(status)}. {GO_ON}"
+            )
+        return self._reply(response)
+
+    def _reply(self, response: httpx.Response) -> Reply:
+        try:
+            body = response.json()
+            text = body["choices"][0]["message"].get("content")
+            reason = body["choices"][0].get("finish_reason")
+            usage = body.get("usage") or {}
+            num_tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise RunError(
+                f"{self.field}.base_url = {self.endpoint.base_url!r} answered with something "
+                f"that is no chat completion: {self._excerpt(response)}. Give the address up to "
+                f"and with the version, like http://localhost:8000/v1. {GO_ON}"
+            ) from None
+        input_tokens, output_tokens = (n if isinstance(n, int) else 0 for n in num_tokens)
+        # Nothing (a refusal, thoughts alone) is a reply too: whoever parses it counts it.
+        return Reply(
+            text=text if isinstance(text, str) else "",
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            is_truncated=reason == "length",
+        )
+
+    def _fix(self, status: int) -> str:
+        if status in (401, 403):
+            return f"Check the key in the variable that {self.field}.api_key_env names"
+        if status == 404:
+            return f"Check {self.field}.base_url (it ends in the version, like /v1) and its model"
+        if status in (400, 413, 422):
+            return f"If the prompt is too long for the model, {self.shorten}"
+        return f"Check {self.field}"
+
+    def _excerpt(self, response: httpx.Response) -> str:
+        """The beginning of what came back. Some servers repeat the key in it."""
+        text = response.text
+        if self._key is not None:
+            text = text.replace(self._key, "***")
+        return truncate(to_one_line(text), 300) or "nothing"
+
+
+def _find_reply(future: Future[Reply]) -> Reply | None:
+    if future.cancelled() or isinstance(future.exception(), RunError):
+        return None
+    return future.result()  # raises what is a bug of ours
+
+
+def _read_key(name: str | None, field: str) -> str | None:
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise RecipeError(
+            f"{field}.api_key_env = {name!r}: that environment variable is not set. Set it "
+            "to the key, or remove the field if the server wants none"
+        )
+    if not key.isascii() or not key.isprintable():
+        raise RecipeError(
+            f"{field}.api_key_env = {name!r}: the variable holds characters that no key "
+            "has. Set it to the key alone"
+        )
+    return key
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isascii() and value.isdecimal() else None

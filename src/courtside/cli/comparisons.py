@@ -1,0 +1,97 @@
+"""`courtside compare`: finished runs side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from courtside.cli.commands import Json
+
+if TYPE_CHECKING:
+    from courtside.comparison.comparison import Comparison
+    from courtside.comparison.differences import Interval
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folders that `courtside train` wrote, or the folder of an experiment's runs.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
+        "compare.html"
+    ),
+    only: Annotated[
+        str,
+        typer.Option(metavar="REGEX", show_default=False, help="Of the arms' names. Unset: all."),
+    ] = "",
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", show_default=False, help="Of the machine, for costs in money. Unset: none."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compare finished runs: scores, paired differences, costs, scores at equal budgets.
+
+    Runs of one recipe with other seeds are one arm. Prints tables and writes one HTML page.
+    """
+    from courtside.cli.tables import print_json, print_table, text_table
+    from courtside.comparison.comparison import compare as compare_runs
+
+    comparison = compare_runs(runs, price_per_hour=price_per_hour, only=only)
+    page = comparison.write_html(out)
+    if json:
+        print_json(comparison.to_dict())
+        return
+    print_table(text_table(*_arm_table(comparison)))
+    if comparison.differences:
+        typer.echo("")
+        print_table(text_table(*_difference_table(comparison)))
+    for note in comparison.notes:
+        typer.echo(f"\n{note}")
+    typer.echo(f"\nWritten: {page} (open it in a browser)")
+
+
+def _arm_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    from courtside.comparison.formats import UNIT_NAMES, format_spent
+
+    units = [unit for unit in UNIT_NAMES if unit != "money" or comparison.price_per_hour]
+    heads = ["arm", "seeds", "before", "after", "95% interval", *(UNIT_NAMES[u] for u in units)]
+    rows = [
+        [
+            arm.name,
+            str(len(arm.seeds)),
+            _format_mean(arm.before),
+            _format_mean(arm.after),
+            f"{arm.after.low:.1%} to {arm.after.high:.1%}",
+            *(format_spent(unit, arm.spent[unit]) for unit in units),
+        ]
+        for arm in comparison.arms
+    ]
+    return heads, rows
+
+
+def _difference_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    heads = ["difference", "points", "95% interval", "p", "paired by", "interval covers"]
+    rows = [
+        [
+            f"{d.first} minus {d.other}",
+            f"{100 * d.interval.mean:+.1f}",
+            f"{100 * d.interval.low:+.1f} to {100 * d.interval.high:+.1f}",
+            f"{d.p_value:.2g}",
+            d.pairing,
+            d.interval.method,
+        ]
+        for d in comparison.differences
+    ]
+    return heads, rows
+
+
+def _format_mean(interval: Interval | None) -> str:
+    return "not measured" if interval is None else f"{interval.mean:.1%}"

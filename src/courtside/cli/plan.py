@@ -1,0 +1,197 @@
+"""`courtside plan`, and a plan as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from courtside.cli.commands import Json, Overrides
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from courtside.planning.plan import CostPlan
+
+GIB = 2**30
+
+
+def plan(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A TOML file, or a built-in recipe's name.")
+    ],
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="h200, h100, a100-80, a100-40, l40s, rtx4090, b200, or cpu for this machine's.",
+        ),
+    ] = "h200",
+    gpus: Annotated[
+        int,
+        typer.Option(metavar="N", help="How many. More than one is on paper: training uses one."),
+    ] = 1,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="The student's shape instead of its files, e.g. qwen3-8b.",
+        ),
+    ] = None,
+    teacher_shape: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", show_default=False, help="The same for the teacher."),
+    ] = None,
+    prompt_tokens: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            help="Mean tokens of a prompt. Unset: measured on the recipe's tasks.",
+        ),
+    ] = None,
+    new_tokens: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            help="Mean tokens of an answer or turn. Unset: rollout.max_new_tokens.",
+        ),
+    ] = None,
+    turns: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            help="Mean assistant turns of an episode. Unset: the most that the recipe allows.",
+        ),
+    ] = None,
+    observation_tokens: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            help="Mean tokens of an environment's message between two turns. Unset: 64.",
+        ),
+    ] = None,
+    context_tokens: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            help="Tokens that a teacher scores in addition to a trajectory: its context, or hints "
+            "with their turns.",
+        ),
+    ] = None,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(metavar="PRICE", show_default=False, help="Of one GPU, in any currency."),
+    ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            show_default=False,
+            help="An earlier run on this kind of device: its lengths and speed replace defaults.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False, help="Also write the plan as a page."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Estimate memory, time and cost of a recipe before it runs. Loads no weights.
+
+    Exits with 0 also where the recipe does not fit: the output says what to change.
+    """
+    from courtside.recipe.builtin import find_recipe
+    from courtside.recipe.load import load_recipe
+
+    parsed = load_recipe(find_recipe(recipe), overrides or ())
+
+    from courtside.cli.tables import print_json, print_table
+    from courtside.planning.plan import plan as make_plan
+
+    result = make_plan(
+        parsed,
+        gpu=gpu,
+        num_gpus=gpus,
+        shape=shape,
+        teacher_shape=teacher_shape,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        turns=turns,
+        observation_tokens=observation_tokens,
+        context_tokens=context_tokens,
+        price_per_hour=price_per_hour,
+        run=from_run,
+    )
+    if html is not None:
+        from courtside.planning.page import write_plan_page
+
+        write_plan_page(result, html)
+    if json:
+        print_json(plan_tree(result))
+        return
+    for part in format_plan(result):
+        if isinstance(part, str):
+            typer.echo(part)
+        else:
+            print_table(part)
+    if html is not None:
+        typer.echo(f"\nPage: {html}")
+
+
+def plan_tree(result: CostPlan) -> dict[str, Any]:
+    """For programs: all fields, and what follows from them."""
+    tree = asdict(result)
+    estimate = result.estimate
+    tree["estimate"] |= {
+        "step_seconds": estimate.step_seconds,
+        "seconds": estimate.seconds,
+        "flops": asdict(estimate.flops),
+        "peak_bytes": estimate.peak.total,
+        "peak_phase": estimate.peak.phase,
+    }
+    models = result.models
+    tree["models"] |= {
+        "num_student": models.num_student,
+        "num_trained": models.num_trained,
+        "num_teachers": [teacher.shape.num_parameters for teacher in models.teachers],
+    }
+    derived = {"fits": result.fits, "hours": result.hours, "gpu_hours": result.gpu_hours}
+    return {**tree, **derived, "cost": result.cost}
+
+
+def format_plan(result: CostPlan) -> Iterator[str | Table]:
+    """Lines and tables for a terminal."""
+    from courtside.cli.tables import text_table
+    from courtside.planning.text import (
+        change_rows,
+        headline,
+        memory_rows,
+        phase_rows,
+        summary_lines,
+    )
+
+    yield headline(result)
+    yield ""
+    yield text_table(*phase_rows(result))
+    yield ""
+    yield text_table(*memory_rows(result))
+    yield ""
+    yield from summary_lines(result)
+    if result.changes:
+        yield ""
+        yield text_table(*change_rows(result))
+    for title, lines in (("assumed", result.assumptions), ("note", result.notes)):
+        if lines:
+            yield ""
+        for line in lines:
+            yield f"{title}: {line}"

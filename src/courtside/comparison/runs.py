@@ -1,0 +1,158 @@
+"""A finished run, as a comparison reads it from its folder: scores by task, and what was spent."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from courtside.errors import UserError
+from courtside.recipe import Recipe
+from courtside.report.budget import TRAINING_PHASES, sum_spent
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.locking import RECIPE
+from courtside.types import Split
+
+STEPS, STUDENT_TOKENS, TEACHER_TOKENS, FLOPS, SECONDS, MONEY = (
+    "steps", "student_tokens", "teacher_tokens", "flops", "seconds", "money",
+)  # fmt: skip
+UNITS = (STEPS, STUDENT_TOKENS, TEACHER_TOKENS, FLOPS, SECONDS, MONEY)
+"""What a run spends. Evaluations and checkpoints are not part of it."""
+ARMS_FILE = "arms.json"
+"""In the folder of an experiment's runs: arm → the names of its final runs."""
+
+Spent = Mapping[str, float | None]
+"""By unit; None: not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """An evaluation of the student, with what the run had spent by then."""
+
+    step: int
+    scores: Mapping[str, float]
+    """By task id."""
+    spent: Spent
+
+    def mean_score(self, tasks: Sequence[str]) -> float:
+        return sum(self.scores[task] for task in tasks) / len(tasks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRun:
+    path: Path
+    arm: str | None
+    """The name that an experiment gave its arm; None: it has none."""
+    recipe: Recipe
+    measurements: Mapping[Split, tuple[Measurement, ...]]
+    """Of the student by split, by step."""
+    total: Spent
+
+    @property
+    def seed(self) -> int:
+        return self.recipe.seed
+
+    def last(self, split: Split) -> Measurement | None:
+        """The last evaluation after training started; None: there is none."""
+        measured = [m for m in self.measurements.get(split, ()) if m.step > 0]
+        return measured[-1] if measured else None
+
+    def first(self, split: Split) -> Measurement | None:
+        """That before the first step; None: there is none."""
+        return next((m for m in self.measurements.get(split, ()) if m.step == 0), None)
+
+
+def find_runs(paths: Sequence[str | Path]) -> Iterator[tuple[Path, str | None]]:
+    """Run folders, and the arms that an experiment gave them: a path is a run folder, or a folder
+    with runs such as that of an experiment."""
+    for path in map(Path, paths):
+        if is_run(path):
+            yield path, None
+            continue
+        if not path.is_dir():
+            raise UserError(
+                f"{path}: no such folder. Give folders that `courtside train` wrote, or the folder "
+                "of an experiment's runs"
+            )
+        inside = list(_find_inside(path))
+        if not inside:
+            raise UserError(
+                f"{path}: has no finished run. Give folders that `courtside train` wrote, or the "
+                "folder of an experiment's runs"
+            )
+        yield from inside
+
+
+def is_run(path: Path) -> bool:
+    """A recipe alone, such as a built-in one, is no run."""
+    return (path / RECIPE).is_file() and (path / "environment.json").is_file()
+
+
+def _find_inside(folder: Path) -> Iterator[tuple[Path, str | None]]:
+    if (folder / ARMS_FILE).is_file():
+        try:
+            arms: dict[str, list[str]] = json.loads((folder / ARMS_FILE).read_text())
+        except ValueError as error:
+            raise UserError(
+                f"{folder / ARMS_FILE}: not valid JSON ({error}). `courtside experiment … "
+                "--summarize` writes it again"
+            ) from None
+        for arm, names in arms.items():
+            yield from ((folder / name, arm) for name in names if is_run(folder / name))
+        return
+    for path in sorted(folder.iterdir()):
+        if is_run(path):
+            yield path, None
+
+
+def read_run(path: Path, arm: str | None, price_per_hour: float | None) -> ComparedRun:
+    folder = RunFolder.read(path)
+    rows = folder.metrics()
+    measurements: dict[Split, list[Measurement]] = {}
+    for evaluation in sorted(folder.evaluations(), key=lambda evaluation: evaluation.step):
+        if evaluation.policy == "student":
+            spent = _spent_after(evaluation.step, rows, price_per_hour)
+            measurements.setdefault(evaluation.split, []).append(
+                Measurement(step=evaluation.step, scores=evaluation.scores, spent=spent)
+            )
+    return ComparedRun(
+        path=path,
+        arm=arm,
+        recipe=folder.recipe(),
+        measurements={split: tuple(series) for split, series in measurements.items()},
+        total=_total_spent(folder, rows, price_per_hour),
+    )
+
+
+def _spent_after(num_steps: int, rows: Sequence[Mapping[str, Any]], price: float | None) -> Spent:
+    """Sums over the rows of metrics of those steps."""
+    done = [row for row in rows if row["step"] < num_steps]
+    if len(done) != num_steps:  # rows are missing, so that no sum is known
+        return {**dict.fromkeys(UNITS), STEPS: float(num_steps)}
+    spent = sum_spent(done)
+    seconds = spent[SECONDS]
+    return {
+        STEPS: float(num_steps),
+        **spent,
+        MONEY: None if price is None or seconds is None else seconds / 3600 * price,
+    }
+
+
+def _total_spent(
+    folder: RunFolder, rows: Sequence[Mapping[str, Any]], price: float | None
+) -> Spent:
+    """After all steps; FLOPs of runs whose steps have none are those of costs.json."""
+    total = dict(_spent_after(len(rows), rows, price))
+    costs = folder.read_costs()
+    if total[FLOPS] is None and rows and costs:
+        total[FLOPS] = sum(c.flops for name, c in costs.items() if name in TRAINING_PHASES)
+    return total
+
+
+def default_arm_name(path: Path) -> str:
+    """The folder's name without its seed: `hint-lr1e-05` for `hint-lr1e-05-seed3`."""
+    name = path.resolve().name
+    return re.sub(r"[-_.]?seed[-_=]?\d+$", "", name) or name

@@ -1,0 +1,200 @@
+"""Questions about drafts to a model: the recipe's teacher, or a server.
+
+Whatever goes wrong with one question (no answer, a prompt that does not fit, a reply that cannot be
+parsed) is a counted drop. Only a large share of failures stops the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from courtside.chat.model_client import Reply
+from courtside.drafts.base import add_usage
+from courtside.engines.base import PromptSize, Sampling
+from courtside.errors import DraftFailuresError
+from courtside.progress import PhaseProgress, ProgressMeter
+from courtside.sanitize import to_one_line, truncate
+from courtside.seeds import seed_for
+from courtside.types import Message, Sample, Task, TokenUsage, Trajectory
+
+if TYPE_CHECKING:
+    from courtside.chat.openai_client import OpenAIClient
+
+T = TypeVar("T")
+
+RECENT = 64
+"""Questions over which the fraction of failures is taken, or those of the batch if more."""
+MIN_FAILURES = 3
+"""Fewer do not stop a run, unless no question was answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    draft: Trajectory
+    prompt: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    kind: str
+    """E.g. "no_answer": the name of its count."""
+    details: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    reply: Reply
+    model: str
+
+
+class Client(Protocol):
+    def __call__(self, queries: Sequence[Query], *, max_failures: int) -> list[Answer | Failure]:
+        """For each query, in their order; with more failures than that it may give up."""
+
+
+class Writer(Protocol):
+    """A teacher that samples; see `teacher.teacher.Teacher`."""
+
+    def write(
+        self, tasks: Sequence[Task], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Sample]: ...
+
+    def measure_prompt(self, task: Task) -> PromptSize: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherClient:
+    """The recipe's teacher, with the context that it has of the task before any answer."""
+
+    teacher: Writer
+    sampling: Sampling
+    purpose: str
+    """Part of the seeds: the kind of the draft stage."""
+    seed: int
+    progress: ProgressMeter
+
+    def __call__(self, queries: Sequence[Query], *, max_failures: int) -> list[Answer | Failure]:
+        tasks = [replace(query.draft.task, messages=(query.prompt,)) for query in queries]
+        sizes = [self.teacher.measure_prompt(task) for task in tasks]
+        new = self.sampling.max_new_tokens
+        fitting = [i for i, s in enumerate(sizes) if s.num_tokens + new <= s.context_length]
+        self.progress.phase = PhaseProgress(total=len(fitting), unit="answers", max_tokens=new)
+        samples = self.teacher.write(
+            [tasks[i] for i in fitting],
+            self.sampling,
+            [seed_for(self.seed, self.purpose, queries[i].draft.id) for i in fitting],
+        )
+        replies = {
+            i: Reply(
+                text=sample.text,
+                input_tokens=sizes[i].num_tokens,
+                output_tokens=len(sample.token_ids),
+                is_truncated=sample.stop == "length",
+            )
+            for i, sample in zip(fitting, samples, strict=True)
+        }
+        return [
+            Answer(reply=replies[i], model=size.model)
+            if i in replies
+            else Failure(kind="too_long", details=_describe_size(size, new))
+            for i, size in enumerate(sizes)
+        ]
+
+
+def _describe_size(size: PromptSize, new: int) -> str:
+    return (
+        f"the prompt has {size.num_tokens} tokens and the reply may have {new}, and {size.model} "
+        f"takes {size.context_length}; lower max_new_tokens"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointClient:
+    client: OpenAIClient
+
+    def __call__(self, queries: Sequence[Query], *, max_failures: int) -> list[Answer | Failure]:
+        prompts = [(query.prompt,) for query in queries]
+        replies, errors = self.client.try_each(prompts, max_failures=max_failures)
+        details = str(errors[0]) if errors else ""
+        model = self.client.endpoint.model
+        return [
+            Failure(kind="no_answer", details=details)
+            if reply is None
+            else Answer(reply=reply, model=model)
+            for reply in replies
+        ]
+
+
+# ── questions of a stage ─────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed(Generic[T]):
+    answers: Mapping[str, T]
+    """By the draft's id; those without a valid answer are counted."""
+    counts: Counter[str]
+    usage: Mapping[str, TokenUsage]
+
+
+@dataclass(kw_only=True)
+class Interview(Generic[T]):
+    """Asks, parses, counts, and stops the run where too many questions fail."""
+
+    client: Client
+    parse: Callable[[str], T | None]
+    name: str
+    """How messages call the stage, e.g. "drafts[0] (rewrite)"."""
+    max_fraction: float
+    recent: list[Failure | None] = field(default_factory=list)
+    """The failure of each recent question; None: it had a valid answer."""
+
+    def __call__(self, queries: Sequence[Query]) -> Parsed[T]:
+        counts = Counter({"requests": len(queries)})
+        usage: dict[str, TokenUsage] = {}
+        answers: dict[str, T] = {}
+        failures: list[Failure | None] = []
+        if not queries:
+            return Parsed(answers={}, counts=counts, usage={})
+        max_failures = max(MIN_FAILURES - 1, int(self.max_fraction * len(queries)))
+        results = self.client(queries, max_failures=max_failures)
+        for query, result in zip(queries, results, strict=True):
+            failure = result if isinstance(result, Failure) else None
+            if isinstance(result, Answer):
+                reply = result.reply
+                tokens = TokenUsage(reply.input_tokens, reply.output_tokens)
+                usage = add_usage(usage, {result.model: tokens})
+                value = None if reply.is_truncated else self.parse(reply.text)
+                if value is None:
+                    kind = "truncated" if reply.is_truncated else "unparsed"
+                    failure = Failure(kind=kind, details=_quote(reply))
+                else:
+                    answers[query.draft.id] = value
+            if failure is not None:
+                counts[f"dropped/{failure.kind}"] += 1
+            failures.append(failure)
+        self._check(failures)
+        return Parsed(answers=answers, counts=counts, usage=usage)
+
+    def _check(self, failures: Sequence[Failure | None]) -> None:
+        self.recent = [*self.recent, *failures][-max(RECENT, len(failures)) :]
+        recent = [failure for failure in self.recent if failure is not None]
+        num, total = len(recent), len(self.recent)
+        if num <= self.max_fraction * total or (num < MIN_FAILURES and num < total):
+            return
+        kinds = Counter(failure.kind for failure in recent)
+        self.recent = []
+        raise DraftFailuresError(
+            f"{self.name}: {num} of the last {total} questions have no valid answer "
+            f"({', '.join(f'{kind} {n}' for kind, n in kinds.most_common())}), more than "
+            f"max_failure_fraction = {self.max_fraction:g} allows. The last: "
+            f"{recent[-1].details}. The steps done are saved; correct it and go on in the same "
+            "folder"
+        )
+
+
+def _quote(reply: Reply) -> str:
+    problem = "was cut off at max_new_tokens" if reply.is_truncated else "is not as asked for"
+    return f"the reply {problem}: {truncate(to_one_line(reply.text), 200)!r}"

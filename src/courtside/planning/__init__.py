@@ -1,0 +1,1 @@
+"""Estimates of a run before it starts: parameters, FLOPs, GPU memory, hours and money."""

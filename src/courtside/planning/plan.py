@@ -1,0 +1,184 @@
+"""`courtside.plan`: a recipe and a device in, a `CostPlan` out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from courtside.errors import ModelError, PlanError
+from courtside.planning.changes import Change, propose_changes
+from courtside.planning.estimate import Estimate, estimate
+from courtside.planning.gpus import Device, find_device
+from courtside.planning.lengths import KnownLengths, MeasuredTasks, choose_lengths, measure_tasks
+from courtside.planning.measured import MeasuredRun, read_run
+from courtside.planning.models import resolve_shapes
+from courtside.planning.timing import Utilisation, default_utilisation
+from courtside.planning.workload import Lengths, PlannedModels, Workload, plan_models
+from courtside.recipe import Recipe
+from courtside.recipe.load import RECIPE_PATH, load_recipe, require_path
+from courtside.report.summary import summarize_recipe
+
+PAPER_NOTE = (
+    "several GPUs are on paper: the trainer runs on one today. Weights, gradients, moments and "
+    "teacher are divided evenly (as by FSDP), rollouts by tensor parallelism within a machine of "
+    "eight, machines linked at 50 GB/s a GPU"
+)
+WINDOW_NOTE = "models with sliding windows decode without CUDA graphs, about eleven times slower"
+OTHER_GPU_NOTE = (
+    "times were measured on an H200 and two CPU cores only; for this GPU they are scaled"
+)
+TAKEOVER_NOTE = (
+    "take-overs are left out: how many drafts the teacher continues, and how many continuations "
+    "train, is known when they are graded"
+)
+MIXED_SAMPLING_NOTE = (
+    "mixed sampling is counted as sampling by the student alone; it decodes eagerly, with a pass "
+    "of the teacher a token, and takes longer"
+)
+HINTS_NOTE = "hints cost what their number and length are: assumed here, measured by a run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostPlan:
+    """Estimates of a run that has not started."""
+
+    recipe: str
+    """In one line."""
+    device: Device
+    num_gpus: int
+    is_on_paper: bool
+    """More GPUs than the trainer uses."""
+    models: PlannedModels
+    lengths: Lengths
+    estimate: Estimate
+    utilisation: Utilisation
+    factors: Mapping[str, float]
+    """By phase: seconds of an earlier run over those of the defaults. Empty: no run was given."""
+    price_per_hour: float | None
+    """Of one GPU."""
+    changes: tuple[Change, ...]
+    """What would make it fit; empty where it fits."""
+    assumptions: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate.fits(self.device)
+
+    @property
+    def hours(self) -> float:
+        return self.estimate.seconds / 3600
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.hours * self.num_gpus
+
+    @property
+    def cost(self) -> float | None:
+        """In the currency of the price. None: no price was given."""
+        return None if self.price_per_hour is None else self.gpu_hours * self.price_per_hour
+
+
+def plan(
+    recipe: Recipe | str | Path,
+    *,
+    gpu: str = "h200",
+    num_gpus: int = 1,
+    shape: str | None = None,
+    teacher_shape: str | None = None,
+    prompt_tokens: float | None = None,
+    new_tokens: float | None = None,
+    turns: float | None = None,
+    observation_tokens: float | None = None,
+    context_tokens: float | None = None,
+    price_per_hour: float | None = None,
+    run: str | Path | None = None,
+) -> CostPlan:
+    """Memory, time and cost of a recipe on a device, before it runs; docs/plan.md explains them.
+
+    `recipe`: also a TOML file, or the name of a built-in recipe. `shape`, `teacher_shape`: of
+    models whose files are not at hand. Tokens that are not given are measured on the recipe's tasks
+    or assumed, which the plan says; `new_tokens` and `observation_tokens` are those of one turn.
+    `run`: an earlier run on the same kind of device, whose lengths and seconds replace defaults.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(require_path(recipe, "plan: recipe", f"a Recipe, {RECIPE_PATH}"))
+    lengths = KnownLengths(
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        turns=turns,
+        observation_tokens=observation_tokens,
+        context_tokens=context_tokens,
+    )
+    device = find_device(gpu, num_gpus)
+    _check_device(recipe, device)
+    if price_per_hour is not None and not 0 <= price_per_hour < 1e6:
+        raise PlanError(f"--price-per-hour {price_per_hour:g}: give the price of a GPU and hour")
+    student, teachers = resolve_shapes(recipe, shape=shape, teacher_shape=teacher_shape)
+    models = plan_models(recipe, student, teachers, device)
+    measured: MeasuredRun | None = None
+    if run is not None:
+        measured = read_run(require_path(run, "plan: run", "the path of a run folder"), device)
+        lengths = measured.fill(lengths, recipe)
+    measure = partial(_measure_or_explain, recipe)
+    chosen, assumptions = choose_lengths(recipe, lengths, measure)
+    work = Workload(recipe=recipe, models=models, lengths=chosen, device=device, num_gpus=num_gpus)
+    factors = measured.factors if measured is not None else {}
+    utilisation = default_utilisation(work)
+    run_estimate = partial(estimate, factors=factors)
+    return CostPlan(
+        recipe=summarize_recipe(recipe),
+        device=device,
+        num_gpus=num_gpus,
+        is_on_paper=num_gpus > 1,
+        models=models,
+        lengths=chosen,
+        estimate=run_estimate(work),
+        utilisation=utilisation,
+        factors=factors,
+        price_per_hour=price_per_hour,
+        changes=propose_changes(work, run_estimate),
+        assumptions=tuple(assumptions),
+        notes=tuple(_notes(work, measured)),
+    )
+
+
+def _check_device(recipe: Recipe, device: Device) -> None:
+    device_kind = recipe.student.device
+    if device_kind != "auto" and (device_kind == "cuda") != device.is_gpu:
+        raise PlanError(
+            f"student.device = {device_kind!r} and --gpu {device.name} contradict each other. Set "
+            "student.device = 'auto'"
+        )
+
+
+def _measure_or_explain(recipe: Recipe) -> MeasuredTasks:
+    try:
+        return measure_tasks(recipe)
+    except ModelError as error:
+        raise PlanError(
+            f"the lengths of the tasks cannot be measured: {error}. Give --prompt-tokens"
+        ) from error
+
+
+def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
+    notes = []
+    if work.num_gpus > 1:
+        notes.append(PAPER_NOTE)
+    if work.models.student.has_window and work.device.is_gpu:
+        notes.append(WINDOW_NOTE)
+    if work.device.name not in ("h200", "cpu") and measured is None:
+        notes.append(OTHER_GPU_NOTE)
+    if measured is not None:
+        notes.append(measured.describe())
+    if work.recipe.reader is not None:
+        notes.append(HINTS_NOTE)
+    if not work.recipe.model_teachers and work.recipe.teacher is not None:
+        notes.append("a custom teacher's cost is not known and left out")
+    if work.recipe.takeover is not None:
+        notes.append(TAKEOVER_NOTE)
+    if work.recipe.rollout.mixed_sampling is not None:
+        notes.append(MIXED_SAMPLING_NOTE)
+    return notes

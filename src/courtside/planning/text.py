@@ -1,0 +1,136 @@
+"""A plan as lines and rows, for a terminal and a page alike."""
+
+from __future__ import annotations
+
+from courtside.planning.estimate import PhaseEstimate
+from courtside.planning.flops import PhaseFlops
+from courtside.planning.gpus import GIB
+from courtside.planning.plan import CostPlan
+from courtside.report.summary import format_duration, format_number
+
+Rows = tuple[list[str], list[list[str]]]
+"""Columns, and cells."""
+
+
+def headline(plan: CostPlan) -> str:
+    device = plan.device.name if plan.num_gpus == 1 else f"{plan.num_gpus} × {plan.device.name}"
+    where = f"{device}, {plan.device.memory / GIB:,.0f} GiB"
+    on_paper = " (on paper)" if plan.is_on_paper else ""
+    return f"{plan.recipe}\non {where}{' each' if plan.num_gpus > 1 else ''}{on_paper}"
+
+
+def describe_models(plan: CostPlan) -> str:
+    models = plan.models
+    text = f"student {models.student.name}: {format_number(models.num_student)} parameters"
+    if models.num_adapter is not None:
+        text += f", {format_number(models.num_trained)} of them trained (LoRA)"
+    for teacher in models.teachers:
+        shape = teacher.shape
+        text += f"; teacher {shape.name}: {format_number(shape.num_parameters)}, {teacher.dtype}"
+    return text
+
+
+def phase_rows(plan: CostPlan) -> Rows:
+    """Of a step; then all steps, and the evaluations."""
+    estimate = plan.estimate
+    columns = ["a step", "time", "tokens in", "tokens out", "FLOPs", "executed", "of the peak"]
+    rows = [_phase_row(phase.name, phase, plan) for phase in estimate.phases if phase.seconds]
+    step = PhaseEstimate(name="", flops=estimate.step_flops, seconds=estimate.step_seconds)
+    rows.append(_phase_row("whole step", step, plan))
+    steps = PhaseEstimate(
+        name="", seconds=estimate.steps * step.seconds, flops=_times(step.flops, estimate.steps)
+    )
+    rows.append(_phase_row(f"{estimate.steps:,} steps", steps, plan))
+    if estimate.num_evaluations:
+        name = f"{estimate.num_evaluations} evaluations"
+        rows.append(_phase_row(name, estimate.evaluation, plan))
+    whole = PhaseEstimate(name="", flops=estimate.flops, seconds=estimate.seconds)
+    rows.append(_phase_row("whole run", whole, plan))
+    return columns, rows
+
+
+def _times(flops: PhaseFlops, number: int) -> PhaseFlops:
+    fields = {name: getattr(flops, name) * number for name in PhaseFlops.__dataclass_fields__}
+    return PhaseFlops(**fields)
+
+
+def _phase_row(name: str, phase: PhaseEstimate, plan: CostPlan) -> list[str]:
+    flops = phase.flops
+    rate = plan.device.flops * plan.num_gpus * phase.seconds
+    return [
+        name,
+        format_duration(phase.seconds),
+        _count(flops.input_tokens),
+        _count(flops.output_tokens),
+        _count(flops.counted),
+        _count(flops.executed),
+        f"{flops.executed / rate:.0%}" if flops.executed and rate else "–",
+    ]
+
+
+def _count(value: float) -> str:
+    return format_number(value) if value else "–"
+
+
+def memory_rows(plan: CostPlan) -> Rows:
+    """A row for each part, a column for each phase, in GiB of one GPU."""
+    phases = plan.estimate.memory
+    names = list(dict.fromkeys(name for phase in phases for name in phase.parts))
+    rows = [
+        [name, *(_gib(phase.parts[name]) if name in phase.parts else "–" for phase in phases)]
+        for name in names
+    ]
+    rows.append(["whole", *(_gib(phase.total) for phase in phases)])
+    unit = "GiB of the machine" if not plan.device.is_gpu else "GiB of one GPU"
+    return [unit, *(phase.phase for phase in phases)], rows
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f}" if size < 10 * GIB else f"{size / GIB:,.1f}"
+
+
+def summary_lines(plan: CostPlan) -> list[str]:
+    estimate = plan.estimate
+    peak, memory = estimate.peak, plan.device.memory
+    lines = [describe_models(plan)]
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines.append(
+        f"{verdict}: {_gib(peak.total)} GiB at the most, in the {peak.phase}, of {_gib(memory)} GiB"
+    )
+    if estimate.host_bytes:
+        lines.append(f"main memory for AdamW's moments: {_gib(estimate.host_bytes)} GiB, pinned")
+    lines += [f"{name}: {rate}" for name, rate in _rates(plan)]
+    hours = f"{format_duration(estimate.seconds)} = {plan.hours:,.3g} h"
+    if plan.num_gpus > 1:
+        hours += f", {plan.gpu_hours:,.3g} GPU hours"
+    lines.append(f"whole run: {hours}, models loaded in addition")
+    if plan.cost is not None:
+        price = plan.price_per_hour
+        lines.append(f"money: {plan.cost:,.2f}, at {price:,.2f} a GPU and hour")
+    else:
+        lines.append("money: give --price-per-hour")
+    return lines
+
+
+def _rates(plan: CostPlan) -> list[tuple[str, str]]:
+    rates = []
+    for phase in plan.estimate.phases:
+        tokens = phase.flops.output_tokens or phase.flops.input_tokens
+        if tokens and phase.seconds:
+            rates.append((phase.name, f"{format_number(tokens / phase.seconds)} tokens/s"))
+    return rates
+
+
+def change_rows(plan: CostPlan) -> Rows:
+    columns = ["change", "GiB then", "in the", "a step", "fits"]
+    rows = [
+        [
+            change.setting,
+            _gib(change.peak_bytes),
+            change.peak_phase,
+            format_duration(change.step_seconds),
+            "yes" if change.fits else "no",
+        ]
+        for change in plan.changes
+    ]
+    return columns, rows

@@ -1,0 +1,380 @@
+"""Pipelines: a TOML file with `[[stages]]`, each a recipe that may start from an earlier stage.
+
+A value `stage:NAME` stands for what an earlier stage made: a model, an adapter or a run. The
+recipes of all stages are validated with these names in them, before anything runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt, StringConstraints, ValidationError
+
+from courtside.errors import RecipeError
+from courtside.recipe.base import Fraction, Section
+from courtside.recipe.builtin import find_recipe
+from courtside.recipe.load import apply_override, parse_recipe, read_tree
+from courtside.recipe.recipe import Recipe
+from courtside.recipe.stage_trees import (
+    ITERATION,
+    PREFIX,
+    PREVIOUS,
+    find_references,
+    merge_stage,
+    replace_value,
+    substitute_iteration,
+)
+
+NAME_RULE = r"^[A-Za-z0-9](?:[A-Za-z0-9_-]|\{iteration\})*$"
+StageName = Annotated[str, StringConstraints(pattern=NAME_RULE, max_length=60)]
+SECTION_NAMES = tuple(Recipe.model_fields)
+MAX_STAGES = 999
+"""After repetition; their folders are numbered."""
+
+
+class GateConfig(Section):
+    """At most so much may be lost on a suite, or the pipeline ends."""
+
+    suite: str
+    """A name in `evaluate.suites` of this stage and of the one that the student started in."""
+    max_loss: Fraction
+    """Of the mean score, compared with the student before the pipeline: the lower end of the paired
+    difference's 95% interval must not be below minus this."""
+
+
+class StageConfig(Section):
+    name: StageName
+    recipe: str | None = None
+    """A recipe's file, relative to the pipeline's, or a built-in recipe. Unset: `base`."""
+    remove: tuple[str, ...] = ()
+    """Fields of that recipe to leave out, e.g. `teacher` or `student.lora`."""
+    gate: GateConfig | None = None
+    changes: Mapping[str, Any] = Field(default_factory=dict)
+    """The recipe's sections that the stage has itself; they are merged over its recipe."""
+
+
+SplitStage = Annotated[StageConfig, BeforeValidator(lambda tree: _split_stage(tree))]
+
+
+class LoopConfig(Section):
+    repeat: PositiveInt
+    """How often; `{iteration}` in a text of its stages is the number, from 1."""
+    stages: Annotated[tuple[SplitStage, ...], Field(min_length=1)]
+
+
+class PipelineConfig(Section):
+    base: str | Mapping[str, Any] | None = None
+    """The recipe that stages change: a file or a built-in recipe, or its sections."""
+    stages: Annotated[tuple[Mapping[str, Any], ...], Field(min_length=1)]
+
+
+# ── the stages, in order ─────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A value of a stage's recipe that an earlier stage provides."""
+
+    path: tuple[str, ...]
+    """Its keys: ("student", "model")."""
+    stage: str
+    """Name of the stage."""
+    kind: Literal["model", "adapter", "run"]
+
+    @property
+    def field(self) -> str:
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    number: int
+    """From 1."""
+    name: str
+    recipe: Recipe
+    """With `stage:NAME` where a reference is."""
+    references: tuple[Reference, ...]
+    gate: GateConfig | None
+
+    @property
+    def folder_name(self) -> str:
+        return f"{self.number:02d}-{self.name}"
+
+    @property
+    def parent(self) -> str | None:
+        """The stage that made this one's student; None: it starts from a model of its own."""
+        sources = {r.field: r.stage for r in self.references}
+        return sources.get("student.model") or sources.get("student.adapter")
+
+    def resolve(self, values: Mapping[tuple[str, ...], str]) -> Recipe:
+        """The recipe with values in place of references."""
+        tree: Any = self.recipe.model_dump(mode="json", exclude_unset=True)
+        for path, value in values.items():
+            replace_value(tree, path, value)
+        return parse_recipe(tree, name=f"stage {self.name}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    stages: tuple[Stage, ...]
+
+    def stage(self, name: str) -> Stage:
+        return next(stage for stage in self.stages if stage.name == name)
+
+    def root_of(self, stage: Stage) -> Stage:
+        """The stage in which this one's student began."""
+        while stage.parent is not None:
+            stage = self.stage(stage.parent)
+        return stage
+
+    def ancestors(self, stage: Stage) -> list[Stage]:
+        """The stages that trained this one's student before it, the last one first."""
+        stages = []
+        while stage.parent is not None:
+            stage = self.stage(stage.parent)
+            stages.append(stage)
+        return stages
+
+
+def is_pipeline(path: Path) -> bool:
+    """Whether a TOML file has stages."""
+    return "stages" in read_tree(path)
+
+
+def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
+    """Read a pipeline and validate the recipes of all its stages.
+
+    Overrides change the file: `stages.NAME.train.steps=10`, or `base.train.steps=10`.
+    """
+    file = find_recipe(str(path))
+    tree = read_tree(file)
+    for override in overrides:
+        apply_override(tree, _address_by_index(tree, override))
+    return parse_pipeline(tree, name=str(file), folder=file.parent)
+
+
+def parse_pipeline(
+    tree: Mapping[str, Any], *, name: str = "pipeline", folder: Path = Path()
+) -> Pipeline:
+    """`folder`: that of the recipes which it names."""
+    config = _validate(PipelineConfig, tree, name, "")
+    planned = list(_expand(config, name))
+    if len(planned) > MAX_STAGES:
+        raise RecipeError(f"{name}: {len(planned)} stages; use at most {MAX_STAGES}")
+    base = _load_base(config.base, folder)
+    stages: list[Stage] = []
+    labels: list[tuple[str, str]] = []
+    for number, (stage_config, label) in enumerate(planned, start=1):
+        where = f"{name}: stage {stage_config.name!r}"
+        if stage_config.name in {stage.name for stage in stages}:
+            raise RecipeError(f"{where}: the name is there twice; give each stage its own")
+        inherited = base
+        if stage_config.recipe is not None:
+            inherited = _read_recipe(stage_config.recipe, folder)
+        merged = merge_stage(
+            inherited, stage_config.changes, stage_config.remove, where=where,
+            is_first=not stages,
+        )  # fmt: skip
+        references = tuple(_resolve_references(merged, labels, where))
+        for reference in references:
+            replace_value(merged, reference.path, PREFIX + reference.stage)
+        stages.append(
+            Stage(
+                number=number,
+                name=stage_config.name,
+                recipe=parse_recipe(merged, name=where),
+                references=references,
+                gate=stage_config.gate,
+            )
+        )
+        labels.append((stage_config.name, label))
+    pipeline = Pipeline(stages=tuple(stages))
+    for stage in stages:
+        _check_stage(pipeline, stage, name)
+    return pipeline
+
+
+# ── reading ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _load_base(base: str | Mapping[str, Any] | None, folder: Path) -> dict[str, Any]:
+    if base is None:
+        return {}
+    return _read_recipe(base, folder) if isinstance(base, str) else json.loads(json.dumps(base))
+
+
+def _read_recipe(recipe: str, folder: Path) -> dict[str, Any]:
+    local = folder / recipe
+    return read_tree(local if local.is_file() else find_recipe(recipe))
+
+
+def _split_stage(value: Any) -> Any:
+    """The recipe's sections of a stage under `changes`, apart from what the stage itself has."""
+    if not isinstance(value, Mapping) or "changes" in value:
+        return value
+    plain = {key: item for key, item in value.items() if key not in SECTION_NAMES}
+    changes = {key: item for key, item in value.items() if key in SECTION_NAMES}
+    return {**plain, "changes": changes} if changes else plain
+
+
+def _expand(config: PipelineConfig, name: str) -> Iterator[tuple[StageConfig, str]]:
+    """The stages one by one, each with the name that it has in the file."""
+    for index, tree in enumerate(config.stages):
+        where = f"stages[{index}]"
+        if "repeat" not in tree:
+            stage = _validate(StageConfig, _split_stage(tree), name, where)
+            if ITERATION in json.dumps(tree):
+                raise RecipeError(
+                    f"{name}:\n  {where}: {ITERATION} is the number of a repetition, and this "
+                    "stage is in none. Put it into [[stages]] with `repeat`"
+                )
+            yield stage, stage.name
+            continue
+        loop = _validate(LoopConfig, tree, name, where)
+        for iteration in range(1, loop.repeat + 1):
+            for stage in loop.stages:
+                plain = stage.model_dump(mode="json", exclude_unset=True)
+                if ITERATION not in stage.name:
+                    plain["name"] += f"-{ITERATION}"
+                filled = substitute_iteration(plain, iteration)
+                yield _validate(StageConfig, filled, name, where), stage.name
+
+
+def _validate(section: Any, tree: Any, name: str, where: str) -> Any:
+    try:
+        return section.model_validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors(include_url=False):
+            keys = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in problem["loc"])
+            text = problem["msg"].removeprefix("Value error, ")
+            text = text.replace("Input should be", "must be", 1)
+            if problem["type"] == "missing":
+                text = "is required"
+            elif problem["type"] == "extra_forbidden":
+                text = f"unknown key; {_list_keys(section)}"
+            elif problem["type"] == "string_pattern_mismatch":
+                text = "use letters, digits, - and _ (it names a folder)"
+            lines.append(f"  {(where + keys).lstrip('.')}: {text}")
+        raise RecipeError(f"{name}:\n" + "\n".join(lines)) from None
+
+
+def _list_keys(section: type[Section]) -> str:
+    keys = [key for key in section.model_fields if key != "changes"]
+    if section is PipelineConfig:
+        return f"a pipeline has {', '.join(keys)}; recipe sections go into [base] or a stage"
+    if section is LoopConfig:
+        return f"a repetition has {', '.join(keys)}"
+    return f"a stage has {', '.join(keys)} and the recipe's sections {', '.join(SECTION_NAMES)}"
+
+
+def _address_by_index(tree: Mapping[str, Any], override: str) -> str:
+    """`stages.NAME.…` as `stages.0.…`."""
+    match = re.match(r"\s*stages\.([^.=]+)", override)
+    stages = tree.get("stages")
+    if match is None or not isinstance(stages, list):
+        return override
+    names = [stage.get("name") if isinstance(stage, dict) else None for stage in stages]
+    if match[1] not in names:
+        return override
+    return f"stages.{names.index(match[1])}{override[match.end() :]}"
+
+
+# ── references and gates ─────────────────────────────────────────────────────────────────────────
+
+PLACES: Mapping[tuple[str, ...], Literal["model", "adapter", "run"]] = {
+    ("student", "model"): "model",
+    ("student", "adapter"): "adapter",
+    ("teacher", "model"): "model",
+    ("teacher", "adapter"): "adapter",
+    ("teacher", "routes", "*", "model"): "model",
+    ("teacher", "routes", "*", "adapter"): "adapter",
+    ("tasks", "path"): "run",
+}
+"""Where a stage may be named, and what of it is used there."""
+
+
+def _resolve_references(
+    tree: Mapping[str, Any], labels: Sequence[tuple[str, str]], where: str
+) -> Iterator[Reference]:
+    for path, target in find_references(tree):
+        field = ".".join(path)
+        pattern = ("teacher", "routes", "*", path[-1]) if path[1:2] == ("routes",) else path
+        kind = PLACES.get(pattern)
+        if kind is None or (kind == "run" and tree["tasks"].get("kind") != "trajectories"):
+            raise RecipeError(
+                f"{where}: {field} = {PREFIX + target!r}: a stage can be named in student.model, "
+                "student.adapter, teacher.model, teacher.adapter, those of a route, and as "
+                "tasks.path of kind = 'trajectories'"
+            )
+        name = labels[-1][0] if target == PREVIOUS and labels else None
+        # A stage of a repetition is meant by the name in the file, too: the last one before.
+        for stage_name, label in labels:
+            name = stage_name if target in (stage_name, label) else name
+        if name is None:
+            earlier = ", ".join(stage_name for stage_name, _ in labels) or "none"
+            raise RecipeError(
+                f"{where}: {field} = {PREFIX + target!r}: no such stage before this one; there are "
+                f"{earlier}. Name one of those, or move the stage"
+            )
+        yield Reference(path=path, stage=name, kind=kind)
+
+
+def _check_stage(pipeline: Pipeline, stage: Stage, name: str) -> None:
+    where = f"{name}: stage {stage.name!r}"
+    for reference in stage.references:
+        source = pipeline.stage(reference.stage)
+        if reference.kind != "adapter":
+            continue
+        if source.recipe.student.lora is None:
+            raise RecipeError(
+                f"{where}: {reference.field} = {PREFIX + source.name!r}: that stage trains all "
+                "weights and has no adapter. Give it [student.lora], or name it in "
+                f"{reference.path[0]}.model"
+            )
+        if source.recipe.student.keep_layers is not None:
+            raise RecipeError(
+                f"{where}: {reference.field} = {PREFIX + source.name!r}: the adapter belongs to a "
+                "pruned model (student.keep_layers), which only that stage has. Name it in "
+                f"{reference.path[0]}.model"
+            )
+    if stage.gate is not None:
+        _check_gate(pipeline, stage, stage.gate, where)
+
+
+def _check_gate(pipeline: Pipeline, stage: Stage, gate: GateConfig, where: str) -> None:
+    root = pipeline.root_of(stage)
+    for other in (stage, root):
+        suites = other.recipe.evaluate.suites
+        if gate.suite not in suites:
+            raise RecipeError(
+                f"{where}: gate.suite = {gate.suite!r}: stage {other.name!r} has no such suite in "
+                f"evaluate.suites (it has {', '.join(suites) or 'none'}), and the gate compares "
+                f"the end of {stage.name!r} with the start of {root.name!r}. Define it in both, "
+                "best in [base.evaluate.suites]"
+            )
+    if root.recipe.evaluate.before is False:
+        raise RecipeError(
+            f"{where}: gate: stage {root.name!r} has evaluate.before = false, so there is nothing "
+            "to compare with. Set it to true"
+        )
+    for section in ("num_tasks", "samples_per_task", "temperature", "max_new_tokens", "suites"):
+        values = [getattr(s.recipe.evaluate, section) for s in (root, stage)]
+        if section == "suites":
+            values = [s.recipe.suite_tasks(gate.suite) for s in (root, stage)]
+            section = f"suites.{gate.suite}"
+        elif section == "max_new_tokens":
+            values = [s.recipe.evaluate.max_new_tokens or s.recipe.rollout.max_new_tokens
+                      for s in (root, stage)]  # fmt: skip
+        if values[0] != values[1]:
+            raise RecipeError(
+                f"{where}: gate.suite = {gate.suite!r}: evaluate.{section} differs between stages "
+                f"{root.name!r} and {stage.name!r} ({values[0]} and {values[1]}), so their scores "
+                "are not of the same tasks. Set it in [base.evaluate], and a suite's `kind` with "
+                "all of its fields"
+            )

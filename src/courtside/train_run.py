@@ -1,0 +1,104 @@
+"""One run from a recipe to its report: trained into a folder, or resumed there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from courtside.assemble import assemble
+from courtside.errors import RecipeError, UserError
+from courtside.loop import train_loop
+from courtside.recipe import Recipe
+from courtside.report.console import RunConsole
+from courtside.report.folder import toml
+from courtside.report.folder.files import replace_file
+from courtside.report.folder.folder import RunFolder
+from courtside.report.folder.locking import (
+    RECIPE,
+    acquire_lock,
+    dump_recipe,
+    refuse_other_recipe,
+)
+from courtside.run import Run
+from courtside.training import checkpoints
+
+
+def train_run(
+    recipe: Recipe, path: Path, console: RunConsole, *, num_threads: int | None = None
+) -> RunFolder:
+    """Train into the folder, or resume the run in it. Returns the folder, read-only.
+
+    `num_threads`: those of a new run, as an earlier stage had; a resumed run takes its own.
+    """
+    _discard_failed_start(path, recipe)
+    if note := _check_resumable(path, recipe):
+        console.print_line(note)
+    with RunFolder.open(path, recipe) as opened:
+        try:
+            console.phase("loading models")
+            threads = opened.environment().get("threads", num_threads)
+            parts = assemble(recipe, trains=True, num_threads=threads)
+            opened.record_threads(torch.get_num_threads())
+            run = Run(parts, opened, console)
+        except BaseException:
+            console.finish()  # else the loop does
+            raise
+        train_loop(parts, run)
+        run.write_report()
+    return RunFolder.read(path)
+
+
+def _check_resumable(path: Path, recipe: Recipe) -> str | None:
+    """Refuse a run that lost its checkpoints, or did more steps; a note on one to extend."""
+    if not (path / RECIPE).is_file():
+        return None
+    folder = RunFolder.read(path)
+    old, latest = folder.recipe(), checkpoints.latest(folder.checkpoints)
+    num_steps = 0 if latest is None else checkpoints.num_steps_of(latest)
+    if latest is None:
+        num_recorded = len(folder.metrics())
+        is_finished = any(e.step > 0 and e.split == "test" for e in folder.evaluations())
+        if num_recorded > old.run.checkpoint_every or is_finished:
+            raise UserError(
+                f"{path}: has metrics of {num_recorded} steps and no checkpoint; "
+                f"{folder.checkpoints} was deleted. Put it back to go on, or train from the "
+                "beginning in another folder"
+            )
+    if recipe.train.steps < num_steps:
+        raise RecipeError(
+            f"train.steps = {recipe.train.steps}: {path} has done {num_steps} steps already. Give "
+            "at least as many, or another folder"
+        )
+    if recipe.train.steps == old.train.steps or not num_steps:
+        return None
+    note = f"train.steps: {old.train.steps} → {recipe.train.steps}"
+    if recipe.train.lr_schedule != "constant":
+        note += (
+            f"; from here on the {recipe.train.lr_schedule} schedule reaches zero at step "
+            f"{recipe.train.steps}, so the learning rate jumps"
+        )
+    return note
+
+
+def _discard_failed_start(path: Path, recipe: Recipe) -> None:
+    """A start that trained nothing must not block its folder for a corrected recipe."""
+    if not (path / RECIPE).is_file():
+        return
+    with RunFolder(path, acquire_lock(path)) as folder:
+        if folder.metrics() or checkpoints.latest(folder.checkpoints) is not None:
+            return
+        try:
+            refuse_other_recipe(path, folder.recipe(), recipe)
+        except RecipeError:
+            folder.rewind(-1)  # also evaluations before the first step
+            folder.write_costs({})
+            # Last, and replaced: a folder with files and without a recipe is refused.
+            replace_file(path / RECIPE, toml.dumps(dump_recipe(recipe)).encode())
+
+
+def forget_start(path: Path) -> None:
+    """Forget what a start measured that trained nothing: its evaluations are of other weights."""
+    with RunFolder(path, acquire_lock(path)) as folder:
+        folder.rewind(-1)
+        folder.write_costs({})
