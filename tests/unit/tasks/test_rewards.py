@@ -270,6 +270,8 @@ def test_a_run_logs_and_stores_its_rewards(tiny_folder: Path, tmp_path: Path) ->
     assert row["reward/length/mean"] == pytest.approx(means["length"])
     assert row["reward/sum"] == pytest.approx(means["length"] + 0.1 * means["twice"])
     assert row["reward/twice/errors"] == 0
+    frame = folder.trajectories_frame(0)
+    assert frame["reward/twice"].tolist() == [t.rewards["twice"] for t in stored]
 
 
 @pytest.mark.parametrize(
