@@ -160,7 +160,7 @@ def _find_task_problem(recipe: Recipe, config: DraftConfig, task: Task) -> str |
     elif config.kind == "rewrite" and task.messages[-1].role == "assistant":
         return (
             f"kind = 'rewrite': the prompt of task {task.id} ends with the beginning of the answer "
-            "(a prefill), which a repair would repeat. Put it into the last user message"
+            "(a response prefix), which a repair would repeat. Put it into the last user message"
         )
     elif config.reference is not None and not find_reference(task, config.reference):
         names = ", ".join([*sorted(task.privileged), *(["answer"] if task.answer else [])])

@@ -28,7 +28,11 @@ def make_recipe(folder: Path, tmp_path: Path, row: dict[str, Any], stage: dict[s
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (PLAIN | {"prefill": "It is"}, REWRITE, r"kind = 'rewrite'.*\(a prefill\).*last user message"),
+    (
+        PLAIN | {"response_prefix": "It is"},
+        REWRITE,
+        r"kind = 'rewrite'.*\(a response prefix\).*last user message",
+    ),
     ({"prompt": "Hi?"}, {"kind": "choose"}, r"drafts\[0\]\.by = 'reward': task .* has no grader"),
     (PLAIN, REWRITE | {"reference": "solution"}, r"reference = 'solution'.*it has: rule, answer"),
     ({"prompt": "Hi?"}, REWRITE | {"reference": "answer"}, r"reference = 'answer'.*it has: none"),
