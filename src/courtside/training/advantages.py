@@ -80,8 +80,9 @@ def sum_rewards(trajectory: Trajectory, rewards: Mapping[str, Reward]) -> float 
         return trajectory.grade.score
     if missing := rewards.keys() - trajectory.rewards.keys():
         raise TaskError(
-            f"trajectory {trajectory.id} was sampled without the reward {sorted(missing)[0]!r}; "
-            "use the rewards that it was sampled with"
+            f"trajectory {trajectory.id} has no reward {sorted(missing)[0]!r}: they are given to "
+            "the student's samples when they are sampled. Set the loss's on = 'student'; rescore a "
+            "run with the rewards that it had"
         )
     values = {name: trajectory.rewards[name] for name in rewards}
     if None in values.values():
