@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -54,7 +54,7 @@ from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
 from courtside.runtime import Runtime
 from courtside.training import weights as student_weights
-from courtside.types import Scored, Update
+from courtside.types import Scored
 
 WORLD = f"{FixedEpisodes.__module__}:{FixedEpisodes.__name__}"
 REVERSE_KL = {"kind": "divergence", "divergence": "reverse_kl", "support": {"kind": "full"}}
@@ -75,10 +75,8 @@ class GpuRun(TimedRun):
             self.peaks.fence()
         self.peaks.close(name)
 
-    def record(
-        self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
-    ) -> None:
-        super().record(step, scored, update, counts)
+    def record(self, step: int, scored: Sequence[Scored], *outcome: Any) -> None:
+        super().record(step, scored, *outcome)
         self.peaks.close("record")
         # The remaining time is that of storing trajectories, metrics and costs.
         phases = self.spent.take()

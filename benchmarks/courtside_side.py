@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -49,7 +49,7 @@ from courtside.run import Run
 from courtside.runtime import Runtime
 from courtside.training.loss_terms import make_loss_terms
 from courtside.training.metrics import MetricAccumulator
-from courtside.types import Message, Sample, Scored, Task, Trajectory, Update
+from courtside.types import Message, Sample, Task, Trajectory
 
 
 class TimedRun(Run):
@@ -75,10 +75,8 @@ class TimedRun(Run):
         with self.clock(name), super().phase(name):
             yield
 
-    def record(
-        self, step: int, scored: Sequence[Scored], update: Update, counts: Mapping[str, int]
-    ) -> None:
-        super().record(step, scored, update, counts)
+    def record(self, step: int, *outcome: Any) -> None:
+        super().record(step, *outcome)
         times = self.timer.lap()
         phases = self.clock.take()
         phases["update"] = times["seconds"] - phases["rollout"] - phases["teacher"]

@@ -3,8 +3,8 @@
     python recipes/maze/prefixes.py runs/maze/on_reverse-long-lr0.0001-seed1 runs/maze/teacher
 
 Of each answer of the run's first step that left the shortest way without breaking a rule, the part
-up to a random later cell becomes a response prefix, which the teacher continues. Answers that jump through
-a wall are lost anyway, and left out.
+up to a random later cell becomes a response prefix, which the teacher continues. Answers that jump
+through a wall are lost anyway, and left out.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ class ChatTemplate:
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt with its generation prompt, rendered once for length check, samples and
-        teacher. A last message of the assistant is a response prefix: the start of the answer, which is
-        part of the prompt."""
+        teacher. A last message of the assistant is a response prefix: the start of the answer,
+        which is part of the prompt."""
         return self._cached_prompt_ids(tuple(messages))
 
     def _render_prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:

@@ -96,9 +96,9 @@ class JsonlTasks(GradedTasks):
     kind: Literal["jsonl"]
     path: Path
     """One JSON object a line: prompt (or messages with tools, or ShareGPT's conversations), and
-    optionally response_prefix (the start of the answer, which is not trained), completion (or chosen),
-    rejected, answer, id, privileged, tags, grader, grader_args, split, metadata. Tasks without a
-    split get one by content hash."""
+    optionally response_prefix (the start of the answer, which is not trained), completion (or
+    chosen), rejected, answer, id, privileged, tags, grader, grader_args, split, metadata. Tasks
+    without a split get one by content hash."""
 
     @property
     def data_paths(self) -> tuple[Path, ...]:
