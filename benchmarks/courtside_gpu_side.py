@@ -54,7 +54,7 @@ from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
 from courtside.runtime import Runtime
 from courtside.training import weights as student_weights
-from courtside.types import Scored
+from courtside.types import Scored, Update
 
 WORLD = f"{FixedEpisodes.__module__}:{FixedEpisodes.__name__}"
 REVERSE_KL = {"kind": "divergence", "divergence": "reverse_kl", "support": {"kind": "full"}}
@@ -75,8 +75,8 @@ class GpuRun(TimedRun):
             self.peaks.fence()
         self.peaks.close(name)
 
-    def record(self, step: int, scored: Sequence[Scored], *outcome: Any) -> None:
-        super().record(step, scored, *outcome)
+    def record(self, step: int, scored: Sequence[Scored], update: Update, *counts: Any) -> None:
+        super().record(step, scored, update, *counts)
         self.peaks.close("record")
         # The remaining time is that of storing trajectories, metrics and costs.
         phases = self.spent.take()

@@ -49,7 +49,7 @@ from courtside.run import Run
 from courtside.runtime import Runtime
 from courtside.training.loss_terms import make_loss_terms
 from courtside.training.metrics import MetricAccumulator
-from courtside.types import Message, Sample, Task, Trajectory
+from courtside.types import Message, Sample, Scored, Task, Trajectory, Update
 
 
 class TimedRun(Run):
@@ -75,8 +75,8 @@ class TimedRun(Run):
         with self.clock(name), super().phase(name):
             yield
 
-    def record(self, step: int, *outcome: Any) -> None:
-        super().record(step, *outcome)
+    def record(self, step: int, scored: Sequence[Scored], update: Update, *counts: Any) -> None:
+        super().record(step, scored, update, *counts)
         times = self.timer.lap()
         phases = self.clock.take()
         phases["update"] = times["seconds"] - phases["rollout"] - phases["teacher"]
