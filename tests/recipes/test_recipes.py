@@ -13,6 +13,7 @@ from courtside.api import train
 from courtside.recipe.load import load_recipe
 from courtside.recipe.pipeline import is_pipeline, load_pipeline
 from courtside.report.folder.folder import RunFolder
+from courtside.tasks.parsing import read_jsonl_tasks
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(p for p in (ROOT / "recipes").glob("*/*.toml") if p.name != "experiment.toml")
@@ -107,3 +108,4 @@ def test_the_facts_are_those_of_their_script(tmp_path: Path) -> None:
     questions = [json.loads(line) for line in (folder / "questions.jsonl").open()]
     assert len(questions) == 40
     assert all(q["answer"] in facts and q["prompt"] not in facts for q in questions)
+    assert len(read_jsonl_tasks(folder / "everyday.jsonl")) == 72
