@@ -95,6 +95,17 @@ def test_one_seed_is_paired_by_task(runs: Path) -> None:
     assert any("nothing about other seeds" in note for note in comparison.notes)
 
 
+def test_one_shared_seed_is_the_one_that_is_paired(runs: Path) -> None:
+    taught = [runs / f"taught-seed{seed}" for seed in SEEDS]
+    (difference,) = courtside.compare([*taught, runs / "rewarded-seed1"]).differences
+    mean, low, high, _ = paired_difference(
+        scores_of(runs / "rewarded-seed1", 4), scores_of(runs / "taught-seed1", 4)
+    )
+    interval = difference.interval
+    assert difference.pairing == "tasks"
+    assert (interval.mean, interval.low, interval.high) == pytest.approx((mean, low, high))
+
+
 def test_arms_without_a_shared_seed_are_not_paired(runs: Path, tmp_path: Path) -> None:
     paths = [runs / f"taught-seed{seed}" for seed in SEEDS]
     for seed in SEEDS:
