@@ -299,6 +299,7 @@ def test_an_experiment_compares_its_final_runs(runs: Path, tmp_path: Path) -> No
     [
         (["nowhere"], "nowhere: no such folder"),
         (["EMPTY"], "has no finished run"),
+        (["FILE"], "results.json has no scores by task"),
         (["RUNS", "--price-per-hour", "0"], "price_per_hour = 0.0; give a number above 0"),
         (["RUNS", "--only", "("], "no regular expression"),
     ],
@@ -306,7 +307,7 @@ def test_an_experiment_compares_its_final_runs(runs: Path, tmp_path: Path) -> No
 def test_what_cannot_be_compared_ends_with_2(
     runs: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    places = {"RUNS": str(runs), "EMPTY": str(tmp_path)}
+    places = {"RUNS": str(runs), "EMPTY": str(tmp_path), "FILE": __file__}
     command = ["compare", *(places.get(word, word) for word in arguments)]
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "page.html")])
     assert result.exit_code == 2 and message in result.output
