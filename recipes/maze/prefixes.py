@@ -3,7 +3,7 @@
     python recipes/maze/prefixes.py runs/maze/on_reverse-long-lr0.0001-seed1 runs/maze/teacher
 
 Of each answer of the run's first step that left the shortest way without breaking a rule, the part
-up to a random later cell becomes a prefill, which the teacher continues. Answers that jump through
+up to a random later cell becomes a response prefix, which the teacher continues. Answers that jump through
 a wall are lost anyway, and left out.
 """
 
@@ -35,7 +35,7 @@ def make_tasks(trajectories: Sequence[Trajectory]) -> Iterator[dict[str, Any]]:
         length = SeededRandom(trajectory.id).randint(wrong[0] + 1, len(cells))
         yield {
             "prompt": task.messages[0].content,
-            "prefill": " ".join(cells[:length]),
+            "response_prefix": " ".join(cells[:length]),
             "answer": task.answer,
             "grader": "maze",
             "grader_args": {**args, "start": cells[length - 1], "is_continued": True},

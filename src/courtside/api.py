@@ -265,8 +265,7 @@ def rescore(
     from courtside.report.console import choose_console
     from courtside.report.folder.folder import RunFolder
     from courtside.training import checkpoints
-    from courtside.training.loss_terms import make_loss_terms
-    from courtside.training.metrics import MetricAccumulator
+    from courtside.training.metrics import MetricAccumulator, reward_metrics
 
     _check_run(run, "rescore")
     if steps is not None and not isinstance(steps, Sequence):
@@ -288,7 +287,7 @@ def rescore(
         reading = parts.reader(trajectories)
         scored: list[Scored] = parts.teacher.score(trajectories, reading.hints)
         metrics = MetricAccumulator()
-        terms = make_loss_terms(recipe.losses, recipe.loss_names(), scored)
+        terms = parts.student.make_terms(scored)
         parts.student.accumulate(step, scored, terms, metrics)
         parts.student.optimizer.zero_grad(set_to_none=True)
         rows.append(
@@ -298,6 +297,7 @@ def rescore(
                 "without_teacher": sum(not s.has_target for s in scored),
                 **{f"loss/{name}": value for name, value in metrics.losses.items()},
                 **metrics.means(),
+                **reward_metrics(terms),
             }
         )
     return rows
@@ -373,7 +373,7 @@ def _restore_run(recipe: Recipe, run: str | Path, checkpoint: Path | None) -> tu
     from courtside.training import checkpoints
 
     trained = RunFolder.read(run).recipe().student
-    for field in ("model", "adapter", "lora", "keep_layers"):
+    for field in ("model", "adapter", "average_with", "lora", "keep_layers"):
         if getattr(recipe.student, field) != getattr(trained, field):
             raise UserError(
                 f"student.{field}: {run} trained another student. Override other sections only"

@@ -65,11 +65,11 @@ class Task:
     split: Split
     messages: tuple[Message, ...]
     """The student's prompt. Ends with the message to be answered, or after it with one of the
-    assistant: a prefill, which the answer continues."""
+    assistant: a response prefix, which the answer continues."""
     answer: str | None = None
     """Reference answer for the grader; the student never sees it."""
     completion: str | None = None
-    """A text to imitate (off-policy distillation), without the prefill."""
+    """A text to imitate (off-policy distillation), without the response prefix."""
     rejected: str | None = None
     """The worse text of a preference pair; `completion` is the better one."""
     privileged: Mapping[str, str] = field(default_factory=dict)

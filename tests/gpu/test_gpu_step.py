@@ -35,6 +35,19 @@ LOSSES: dict[str, list[dict[str, Any]]] = {
         {"kind": "policy_gradient", "weight": 2.0, "baseline": True},
         {"kind": "policy_gradient", "name": "rl", "advantage": "reward"},
     ],
+    "variants": [
+        {"kind": "divergence", "gate": {"temperature": 2.0}, "normalize": "sequence"},
+        {
+            "kind": "policy_gradient",
+            "name": "rl",
+            "advantage": "reward",
+            "clip": [0.2, 0.28],
+            "dual_clip": 1.5,
+            "group_baseline": "leave_one_out",
+            "normalize": "constant",
+            "normalize_tokens": 50,
+        },
+    ],
     "in autograd": [{"kind": "divergence", "entropy_aware": {"threshold": 4.0, "weight": 0.7}}],
 }
 FULL: dict[str, Any] = {}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.chat_server import ChatServer, completion
 from support.gradients import accumulate, assert_equal_gradients, make_float64, take_gradients
-from support.small_runs import small_recipe
+from support.small_runs import small_recipe, write_jsonl
 from support.textbook import naive_loss
 
 from courtside.api import rescore, train
@@ -73,6 +73,30 @@ def test_chosen_pairs(name: str, budget: int, tiny_folder: Path) -> None:
     expected, values = naive(parts, scored, losses)
     assert_equal_gradients(gradients, expected)
     assert metrics.losses == pytest.approx(values, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_student_learns_what_was_chosen(
+    name: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = "sum(map(str.isascii, response)) / max(len(response), 1)"
+    grader = f"def grade(response, task):\n    return {share}\n"
+    (tmp_path / "ascii_grader.py").write_text(grader)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # A margin of 5 nats for IPO; with a β of 0.4 it is satisfied with 1.25.
+    losses = [loss | ({"beta": 0.1} if "beta" in loss else {}) for loss in LOSSES[name]]
+    rows = [{"prompt": f"say {n}", "grader": "ascii_grader:grade"} for n in range(40)]
+    recipe = small_recipe(
+        tiny_folder,
+        tasks={"kind": "jsonl", "path": str(write_jsonl(tmp_path / "tasks.jsonl", rows))},
+        rollout={"samples_per_prompt": 6, "max_new_tokens": 8},
+        drafts=[{"kind": "choose"}],
+        losses=losses,
+        train={"steps": 25, "prompts_per_step": 6, "learning_rate": 3e-3},
+        evaluate={"num_tasks": 1},
+    )
+    rewards = [row["reward/mean"] for row in train(recipe, tmp_path / "run").metrics()]
+    assert sum(rewards[-5:]) > 1.1 * sum(rewards[:5])
 
 
 def test_a_run_that_chooses_by_its_teacher(
@@ -291,6 +315,8 @@ def test_a_judge_ranks(tiny_folder: Path, server: ChatServer) -> None:
     batch = parts.rollout(parts.tasks.batch(0, 2), 0)
     drafts = parts.drafts(batch)
     assert drafts.counts["choose/requests"] == 12 and drafts.counts["choose/pairs"] >= 1
+    phase = parts.progress.phase
+    assert phase is not None and (phase.finished, phase.total) == (12, 12)
     by_id = {t.id: t for t in drafts.trajectories}
     for better in (t for t in by_id.values() if t.preference == "better"):
         group = [len(t.response) % 7 for t in batch if t.id[:-1] == better.id[:-1]]

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.small_runs import contents, write_jsonl
 from support.tiny_model import tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 from courtside.api import train, write_report
+from courtside.artifacts.weights import load_student, merge_student
 from courtside.errors import GateFailedError, RecipeError, TaskError, UserError
 from courtside.evaluate.intervals import paired_difference
 from courtside.recipe.pipeline import parse_pipeline
@@ -22,6 +25,7 @@ from courtside.report.console import PlainConsole
 from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
 from courtside.training import checkpoints
+from courtside.training.weights import StudentWeights
 
 Tree = dict[str, Any]
 
@@ -281,6 +285,32 @@ def test_days_one_after_the_other(tree: Tree, files: Path, tmp_path: Path) -> No
         text = tiny_tokenizer().decode(ids)
         assert f"day {day}" in text and f"day {3 - day}" not in text
     assert "stage 2 of 2: learn-2" in log.read_text()
+
+
+def test_adapters_and_trajectories_are_handed_over(tree: Tree, tmp_path: Path) -> None:
+    """A second stage starts from the first one's adapter and trains on its trajectories."""
+    first, _ = tree["stages"]
+    del first["gate"], tree["base"]["evaluate"], tree["base"]["rollout"]["max_new_tokens"]
+    first["student"] = {"lora": {"rank": 2}}
+    replay = {
+        "name": "replay",
+        "student": {"adapter": "stage:learn"},
+        "tasks": {"kind": "trajectories", "path": "stage:learn"},
+    }
+    last = run({**tree, "stages": [first, replay]}, tmp_path / "run")
+    source = RunFolder.read(tmp_path / "run" / "stages" / "01-learn")
+    ids = {s.trajectory.id for step in (0, 1) for s in source.trajectories(step)}
+    assert {s.trajectory.id for step in (0, 1) for s in last.trajectories(step)} <= ids
+    # What trains on is the first stage's student: its loss on its last batch is where it begins.
+    weights = StudentWeights(last.recipe().student, seed=0).model.state_dict()
+    final = checkpoints.latest(source.checkpoints)
+    assert final is not None
+    trained = load_student(source.recipe().student, checkpoints.load(final).tensors["weights"])
+    merged = merge_student(trained, torch.float32).state_dict()
+    assert all(torch.allclose(weights[name], merged[name], atol=1e-6) for name in merged)
+    before = AutoModelForCausalLM.from_pretrained(source.recipe().student.model).state_dict()
+    assert not all(torch.allclose(weights[name], before[name], atol=1e-6) for name in before)
+    assert last.recipe().student.adapter == source.path / "export-adapter"
 
 
 def test_the_report_has_all_stages(tree: Tree, finished: Path) -> None:

@@ -34,6 +34,8 @@ TESTS_IN_ORDER = (
     "test_linear_divergence.py",
     "test_estimators.py",
     "test_fixed_points.py",
+    "test_token_weights.py",
+    "test_training_head.py",
 )
 PASSED, FAILED = 0, 1
 """Exit statuses of pytest; any other means that the tests did not run."""
@@ -289,7 +291,16 @@ preference.py
 + / max(1, len(batch))
 + * (loss.weight * term.denominator)
 
+- lam=1 + contrast
++ lam=contrast
++ lam=1 - contrast
+
 ../training/token_batch.py
+- torch.where(weight_N > 0, weight_N * gate_N, 0.0)
++ weight_N
++ weight_N * gate_N
+- hint_contrast(self.teacher_logp_N, self.wrong_logp_N)
++ hint_contrast(self.wrong_logp_N, self.teacher_logp_N)
 - weight_N = self.weight_CN[term.name] * (loss.weight / term.denominator)
 + weight_N = self.weight_CN[term.name] / max(1, len(self))
 + weight_N = torch.full_like(self.weight_CN[term.name], loss.weight / term.denominator)
@@ -297,6 +308,15 @@ preference.py
 ../training/loss_terms.py
 - assert self.denominator > 0
 + assert self.denominator >= 0
+- loss.normalize_tokens * len(on)
++ loss.normalize_tokens
+- 1 / sizes[unit] if trained
++ 1 / len(mask) if trained
+- importance[route] / sum(importance.values()) * denominator / size
++ importance[route] * denominator / size
++ importance[route] / sum(importance.values())
+- if s.trajectory.id not in compared.zero_variance
++ if s.trajectory.id in compared.zero_variance
 
 fused/types.py
 - else (shares[1], shares[0])

@@ -82,6 +82,10 @@ NOT_MIXES: dict[str, list[tuple[dict[str, Any], list[float]]]] = {
         ({**KL, "name": "c", "against": "reference", "clip": 0.2}, SOME[:N]),
         ({**GAP, "truncate": 1.1}, LAST),
     ],
+    "gated, capped": [({**KL, "clip": 0.1, "gate": {"direction": "rejected"}}, SOME[:N])],
+    "contrasted, entropy-aware": [
+        ({**KL, "contrast": 0.5, "entropy_aware": {"threshold": 2.5}}, ALL), ({**GAP}, LAST)
+    ],
     "baseline where the reference is": [
         ({**GAP, "baseline": True}, ALL), ({**KL, "against": "reference"}, LAST)
     ],
@@ -214,7 +218,7 @@ def naive(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> d
             if loss.advantage == "hint_contrast":
                 advantage_N = batch.teacher_logp_N - batch.wrong_logp_N
             if loss.advantage == "teacher_gap":
-                advantage_N = batch.teacher_logp_N - batch.sampler_logp_N
+                advantage_N = (batch.teacher_logp_N - batch.sampler_logp_N).nan_to_num()
                 advantage_N = advantage_N + (kl_N if loss.baseline else 0)
                 compared_N |= on_N & loss.baseline
             if loss.ratio == "none":
@@ -289,10 +293,11 @@ def add_support(watched: dict[str, Any], p_MV: Tensor, q_MV: Tensor, support: An
 # ── equality ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("losses", MIXES)
+@pytest.mark.parametrize("losses", [*MIXES, *NOT_MIXES])
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "scale": 1.3}], ids=["plain", "capped"])
 def test_the_same_as_one_whole_graph(losses: str, options: dict[str, float]) -> None:
-    ours, right = run(MIXES[losses], **options), naive(MIXES[losses], **options)
+    mix = (MIXES | NOT_MIXES)[losses]
+    ours, right = run(mix, **options), naive(mix, **options)
     assert ours["values"].keys() == right["values"].keys()
     assert ours["metrics"].keys() == right["metrics"].keys()
     # The overlap is a float32 share; advantages are exact.
@@ -301,8 +306,10 @@ def test_the_same_as_one_whole_graph(losses: str, options: dict[str, float]) -> 
 
 def test_a_teacher_without_scores_at_some_positions() -> None:
     """Its log-prob is NaN there and its hidden states are anything; no loss is taken there."""
-    mix = [({**KL, "gate": {}}, [1.0, 1.0, 0.0] + [1.0] * 8), ({"kind": "cross_entropy"}, ALL)]
-    assert_close(run(mix, silent=True), naive(mix, silent=True), rtol=1e-7, atol=1e-10)
+    has_teacher = [1.0, 1.0, 0.0] + [1.0] * 8
+    for kind in (KL, GAP):
+        mix = [({**kind, "gate": {}}, has_teacher), ({"kind": "cross_entropy"}, ALL)]
+        assert_close(run(mix, silent=True), naive(mix, silent=True), rtol=1e-7, atol=1e-10)
 
 
 @pytest.mark.parametrize("form", ["tail", "stop_gradient", "renormalized", "naive"])

@@ -214,5 +214,5 @@ def naive_gate(gate: dict[str, Any], s: Scored) -> Tensor:
     assert s.target is not None and s.trajectory.sampler_logp is not None
     mu_T = torch.tensor(s.trajectory.sampler_logp, dtype=torch.float64)
     sign = -1 if gate.get("direction") == "rejected" else 1
-    gap_T = s.target.logp_T.double() - mu_T
+    gap_T = s.target.logp_T.double().cpu() - mu_T
     return 1 / (1 + (-sign * gap_T / gate.get("temperature", 1.0)).exp())

@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 
 from courtside.errors import RecipeError
+from courtside.pipeline.overlap import describe_overlap
 from courtside.recipe.load import load_recipe, parse_recipe
-from courtside.recipe.pipeline import is_pipeline, load_pipeline, parse_pipeline
+from courtside.recipe.pipeline import (
+    GateConfig,
+    LoopConfig,
+    StageConfig,
+    is_pipeline,
+    load_pipeline,
+    parse_pipeline,
+)
+from courtside.types import Message, Task
 
 Tree = dict[str, Any]
 BASE: Tree = {
@@ -153,3 +162,25 @@ def test_base_is_a_recipe_or_its_sections() -> None:
     assert stages[0].recipe == load_recipe("shared-rule")
     with pytest.raises(RecipeError, match=r"train: unknown key; a pipeline has base, stages"):
         parse_pipeline({"train": {"steps": 1}, "stages": [{"name": "a"}]})
+
+
+def test_every_key_is_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")
+    keys = {*StageConfig.model_fields, *LoopConfig.model_fields, *GateConfig.model_fields}
+    assert {key for key in keys - {"changes"} if not re.search(rf"`{key}`|{key} = ", page)} == set()
+
+
+def test_overlap_is_words_in_a_row_whatever_their_case() -> None:
+    documents = ["The red door of the mill opened at ten.\nNobody came."]
+    prompts = [
+        Task(id=str(n), split="train", messages=(Message(role="user", content=text),))
+        for n, text in enumerate(
+            ["Is it so: THE red door, of the mill?", "the red door of a mill opened", "Hi"]
+        )
+    ]
+    note = describe_overlap(documents, prompts, learned_in="learn")
+    assert note.startswith("1 of its 3 prompts share 6 words in a row with the documents of learn")
+    assert "'THE red door, of the mill' (task 0)" in note
+    assert describe_overlap(documents, prompts[1:], learned_in="learn") == (
+        "none of its 2 prompts shares 6 words in a row with the documents of learn"
+    )

@@ -59,6 +59,11 @@ def refuse_adapter(config: StudentConfig, *, dtype: ExportDtype) -> None:
     """Why this run has no adapter that fits a base model."""
     if config.lora is None:
         raise UserError("--adapter: this run trained all weights and has no adapter. Leave it out")
+    if config.average_with is not None:
+        raise UserError(
+            "--adapter: the adapter belongs to averaged weights (student.average_with), which only "
+            "this run has. Leave --adapter out: merged weights have all of it"
+        )
     if config.keep_layers is not None:
         raise UserError(
             "--adapter: the adapter belongs to a pruned model (student.keep_layers), which only "

@@ -101,7 +101,8 @@ class DraftFactory:
                     max_new_tokens=config.max_new_tokens,
                     temperature=config.temperature,
                     shorten=f"shorten the tasks, or lower drafts[{index}].max_new_tokens",
-                )
+                ),
+                progress=self.progress,
             )
         return TeacherClient(
             teacher=cast(Writer, self.teacher),  # the recipe was checked: it is a model
@@ -141,12 +142,12 @@ def check_drafts(recipe: Recipe, tasks: TaskSource, template: ChatTemplate) -> N
         return
     batch = tasks.batch(0, recipe.train.prompts_per_step)
     for index, config in enumerate(recipe.drafts):
-        if isinstance(config, RewriteConfig):
-            # A template that renders the prompt of an answered task differently raises here.
-            template.completion_ids(batch[0].messages, "It is.")
         for task in batch:
             if problem := _find_task_problem(recipe, config, task):
                 raise RecipeError(f"drafts[{index}].{problem}")
+        if isinstance(config, RewriteConfig):
+            # A template that renders the prompt of an answered task differently raises here.
+            template.completion_ids(batch[0].messages, "It is.")
 
 
 def _find_task_problem(recipe: Recipe, config: DraftConfig, task: Task) -> str | None:
@@ -156,6 +157,11 @@ def _find_task_problem(recipe: Recipe, config: DraftConfig, task: Task) -> str |
                 f"by = 'reward': task {task.id} has no grader. Name one on the tasks, or use by = "
                 "'teacher_logp' or 'judge'"
             )
+    elif config.kind == "rewrite" and task.messages[-1].role == "assistant":
+        return (
+            f"kind = 'rewrite': the prompt of task {task.id} ends with the beginning of the answer "
+            "(a response prefix), which a repair would repeat. Put it into the last user message"
+        )
     elif config.reference is not None and not find_reference(task, config.reference):
         names = ", ".join([*sorted(task.privileged), *(["answer"] if task.answer else [])])
         return (

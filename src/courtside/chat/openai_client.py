@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
@@ -70,8 +70,15 @@ class OpenAIClient:
             raise errors[0]
         return [reply for reply in replies if reply is not None]
 
-    def try_each(self, prompts: Sequence[Sequence[Message]], *, max_failures: int) -> Replies:
-        """With more failures than `max_failures` the other requests are given up."""
+    def try_each(
+        self,
+        prompts: Sequence[Sequence[Message]],
+        *,
+        max_failures: int,
+        count_done: Callable[[], None] = lambda: None,
+    ) -> Replies:
+        """With more failures than `max_failures` the other requests are given up. `count_done` is
+        called after each request, in the calling thread."""
         if not prompts:
             return Replies([], [])
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
@@ -84,6 +91,7 @@ class OpenAIClient:
             futures = [threads.submit(self._ask, client, prompt) for prompt in prompts]
             try:
                 for future in as_completed(futures):
+                    count_done()
                     if isinstance(error := future.exception(), RunError):
                         errors.append(error)
                     if error is not None and len(errors) > max_failures:

@@ -88,15 +88,15 @@ class ChatTemplate:
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt with its generation prompt, rendered once for length check, samples and
-        teacher. A last message of the assistant is a prefill: the start of the answer, which is
+        teacher. A last message of the assistant is a response prefix: the start of the answer, which is
         part of the prompt."""
         return self._cached_prompt_ids(tuple(messages))
 
     def _render_prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         cut = unused_noncharacters(messages)[0]
-        request, prefill = split_prefill(messages)
+        request, response_prefix = split_response_prefix(messages)
         prompt = self.tokenize(self.render(request, cut, add_generation_prompt=True), cut)
-        return prompt + self.tokenize(self._split_special(prefill, cut), cut)
+        return prompt + self.tokenize(self._split_special(response_prefix, cut), cut)
 
     def count_prompt_tokens(
         self, task: Task, *, max_new_tokens: int = 0, with_completions: bool = False
@@ -111,12 +111,12 @@ class ChatTemplate:
 
     def completion_ids(self, messages: Sequence[Message], text: str) -> tuple[int, ...]:
         """Ids of a text from outside as the answer to `messages`, its EOS token included. After a
-        prefill, those of the text alone."""
-        request, prefill = split_prefill(messages)
-        conversation = (*request, Message(role="assistant", content=prefill + text))
+        response prefix, those of the text alone."""
+        request, response_prefix = split_response_prefix(messages)
+        conversation = (*request, Message(role="assistant", content=response_prefix + text))
         cut = unused_noncharacters(conversation)[0]
         before = self.render(request, cut, add_generation_prompt=True)
-        before += self._split_special(prefill, cut)
+        before += self._split_special(response_prefix, cut)
         rendered = self.render(conversation, cut, add_generation_prompt=False)
         if not rendered.startswith(before):
             raise ModelError(
@@ -274,7 +274,7 @@ def unused_noncharacters(messages: Sequence[Message], num: int = 1) -> list[str]
     return free[:num]
 
 
-def split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
+def split_response_prefix(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
     """The request, and the start of the answer; empty: none is given."""
     *request, last = messages
     return (request, last.content) if request and last.role == "assistant" else (messages, "")

@@ -114,10 +114,18 @@ def _describe_size(size: PromptSize, new: int) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointClient:
     client: OpenAIClient
+    progress: ProgressMeter
 
     def __call__(self, queries: Sequence[Query], *, max_failures: int) -> list[Answer | Failure]:
         prompts = [(query.prompt,) for query in queries]
-        replies, errors = self.client.try_each(prompts, max_failures=max_failures)
+        phase = self.progress.phase = PhaseProgress(total=len(prompts), unit="answers")
+
+        def count_done() -> None:
+            phase.finished += 1
+
+        replies, errors = self.client.try_each(
+            prompts, max_failures=max_failures, count_done=count_done
+        )
         details = str(errors[0]) if errors else ""
         model = self.client.endpoint.model
         return [

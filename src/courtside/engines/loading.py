@@ -65,17 +65,19 @@ def load_model(
     trust_remote_code: bool = False,
     adapter: Path | None = None,
     keep_layers: tuple[int, ...] | None = None,
+    average_with: tuple[str, float] | None = None,
     in_4_bits: bool = False,
 ) -> PreTrainedModel:
     """A causal language model in eval mode, on `device`; a LoRA `adapter` is merged into it.
 
+    `average_with`: another model and its share of every weight.
     `in_4_bits`: bitsandbytes quantizes every linear layer but the LM head to NF4 while it loads."""
     from transformers import AutoModelForCausalLM
 
     model: Any
     quantization = _nf4_arguments(name, dtype, device) if in_4_bits else {}
     # Merged in float32: in bfloat16 small updates of the adapter would be rounded away.
-    load_dtype = dtype if adapter is None else torch.float32
+    load_dtype = dtype if adapter is None and average_with is None else torch.float32
     model, loading_info = _load(AutoModelForCausalLM, name, dtype=load_dtype, use_safetensors=True,
                           trust_remote_code=trust_remote_code, output_loading_info=True,
                           ignore_mismatched_sizes=True, **quantization)  # fmt: skip
@@ -91,6 +93,9 @@ def load_model(
     if adapter is not None:
         model = merge_adapter(load_adapter(model, adapter, name)).to(dtype)
         model.requires_grad_(True)  # PEFT froze the base model
+    if average_with is not None:
+        _average(model, name, *average_with, trust_remote_code=trust_remote_code)
+        model.to(dtype)
     if keep_layers is not None:
         _prune(model, keep_layers)
     _check_finite(model, name)
@@ -303,6 +308,35 @@ def _check_finite(model: Any, name: str) -> None:
                 f"model {name!r}: {key} holds NaN or infinite values. Its training diverged, or "
                 "its files are damaged: download or export it again"
             )
+
+
+@torch.no_grad()
+def _average(
+    model: Any, name: str, other_name: str, weight: float, *, trust_remote_code: bool
+) -> None:
+    """(1 − weight) · model + weight · other in place, in float32."""
+    other = load_model(
+        other_name,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        trust_remote_code=trust_remote_code,
+    )
+    tensors, other_tensors = dict(model.named_parameters()), dict(other.named_parameters())
+    different = sorted(
+        key
+        for key in tensors.keys() | other_tensors.keys()
+        if key not in tensors
+        or key not in other_tensors
+        or tensors[key].shape != other_tensors[key].shape
+    )
+    if different:
+        raise ModelError(
+            f"student.average_with.model = {other_name!r} and student.model = {name!r} differ in "
+            f"{len(different)} weights, such as {different[0]}. Average models of one architecture "
+            "and size"
+        )
+    for key, tensor in tensors.items():
+        tensor.lerp_(other_tensors[key], weight)
 
 
 def _prune(model: Any, keep: tuple[int, ...]) -> None:

@@ -33,6 +33,10 @@ TAKEOVER_NOTE = (
     "take-overs are left out: how many drafts the teacher continues, and how many continuations "
     "train, is known when they are graded"
 )
+DRAFTS_NOTE = (
+    "draft stages are left out: what judges, rewriters and critics write, and how many repairs "
+    "train, is known when they are graded; chosen pairs cost what their samples do"
+)
 MIXED_SAMPLING_NOTE = (
     "mixed sampling is counted as sampling by the student alone; it decodes eagerly, with a pass "
     "of the teacher a token, and takes longer"
@@ -179,6 +183,8 @@ def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
         notes.append("a custom teacher's cost is not known and left out")
     if work.recipe.takeover is not None:
         notes.append(TAKEOVER_NOTE)
+    if work.recipe.drafts:
+        notes.append(DRAFTS_NOTE)
     if work.recipe.rollout.mixed_sampling is not None:
         notes.append(MIXED_SAMPLING_NOTE)
     return notes

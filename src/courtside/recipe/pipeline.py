@@ -290,6 +290,7 @@ def _address_by_index(tree: Mapping[str, Any], override: str) -> str:
 PLACES: Mapping[tuple[str, ...], Literal["model", "adapter", "run"]] = {
     ("student", "model"): "model",
     ("student", "adapter"): "adapter",
+    ("student", "average_with", "model"): "model",
     ("teacher", "model"): "model",
     ("teacher", "adapter"): "adapter",
     ("teacher", "routes", "*", "model"): "model",
@@ -309,8 +310,8 @@ def _resolve_references(
         if kind is None or (kind == "run" and tree["tasks"].get("kind") != "trajectories"):
             raise RecipeError(
                 f"{where}: {field} = {PREFIX + target!r}: a stage can be named in student.model, "
-                "student.adapter, teacher.model, teacher.adapter, those of a route, and as "
-                "tasks.path of kind = 'trajectories'"
+                "student.adapter, student.average_with.model, teacher.model, teacher.adapter, "
+                "those of a route, and as tasks.path of kind = 'trajectories'"
             )
         name = labels[-1][0] if target == PREVIOUS and labels else None
         # A stage of a repetition is meant by the name in the file, too: the last one before.
@@ -337,10 +338,12 @@ def _check_stage(pipeline: Pipeline, stage: Stage, name: str) -> None:
                 "weights and has no adapter. Give it [student.lora], or name it in "
                 f"{reference.path[0]}.model"
             )
-        if source.recipe.student.keep_layers is not None:
+        start = source.recipe.student
+        if start.keep_layers is not None or start.average_with is not None:
+            made_by = "keep_layers" if start.keep_layers is not None else "average_with"
             raise RecipeError(
-                f"{where}: {reference.field} = {PREFIX + source.name!r}: the adapter belongs to a "
-                "pruned model (student.keep_layers), which only that stage has. Name it in "
+                f"{where}: {reference.field} = {PREFIX + source.name!r}: the adapter belongs to "
+                f"the model that student.{made_by} made, which only that stage has. Name it in "
                 f"{reference.path[0]}.model"
             )
     if stage.gate is not None:
@@ -363,18 +366,25 @@ def _check_gate(pipeline: Pipeline, stage: Stage, gate: GateConfig, where: str) 
             f"{where}: gate: stage {root.name!r} has evaluate.before = false, so there is nothing "
             "to compare with. Set it to true"
         )
-    for section in ("num_tasks", "samples_per_task", "temperature", "max_new_tokens", "suites"):
-        values = [getattr(s.recipe.evaluate, section) for s in (root, stage)]
-        if section == "suites":
-            values = [s.recipe.suite_tasks(gate.suite) for s in (root, stage)]
-            section = f"suites.{gate.suite}"
-        elif section == "max_new_tokens":
-            values = [s.recipe.evaluate.max_new_tokens or s.recipe.rollout.max_new_tokens
-                      for s in (root, stage)]  # fmt: skip
-        if values[0] != values[1]:
+    start, end = (_evaluation_fields(s.recipe, gate.suite) for s in (root, stage))
+    for field, value in start.items():
+        if value != end[field]:
             raise RecipeError(
-                f"{where}: gate.suite = {gate.suite!r}: evaluate.{section} differs between stages "
-                f"{root.name!r} and {stage.name!r} ({values[0]} and {values[1]}), so their scores "
-                "are not of the same tasks. Set it in [base.evaluate], and a suite's `kind` with "
-                "all of its fields"
+                f"{where}: gate.suite = {gate.suite!r}: {field} differs between stages "
+                f"{root.name!r} and {stage.name!r} ({value} and {end[field]}), so their scores "
+                "do not compare. Set it in [base.evaluate], and a suite's `kind` with all of its "
+                "fields"
             )
+
+
+def _evaluation_fields(recipe: Recipe, suite: str) -> dict[str, Any]:
+    """What decides the score of a student on a suite, by field."""
+    evaluate = recipe.evaluate
+    return {
+        "evaluate.num_tasks": evaluate.num_tasks,
+        "evaluate.samples_per_task": evaluate.samples_per_task,
+        "evaluate.temperature": evaluate.temperature,
+        "evaluate.max_new_tokens": evaluate.max_new_tokens or recipe.rollout.max_new_tokens,
+        f"evaluate.suites.{suite}": recipe.suite_tasks(suite),
+        "rollout.stop": recipe.rollout.stop,
+    }

@@ -15,7 +15,7 @@ REFERENCE = re.compile(r"stage:([\w-]+)")
 PREVIOUS = "previous"
 """`stage:previous` is the stage right before; in the first one, the model of its recipe."""
 ITERATION = "{iteration}"
-STUDENT_START = ("adapter", "keep_layers")
+STUDENT_START = ("adapter", "average_with", "keep_layers")
 """Fields of [student] that are part of the model in `student.model`."""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from courtside.recipe.base import Section
+from courtside.recipe.base import Fraction, Section
 
 
 class LoraConfig(Section):
@@ -21,12 +21,24 @@ class LoraConfig(Section):
     that: the adapter acts on the logits alone, and an export with it merged has two weights."""
 
 
+class AverageConfig(Section):
+    """Another model whose weights are averaged with the student's before training."""
+
+    model: str
+    """As `student.model`, of the same architecture and size."""
+    weight: Fraction = 0.5
+    """Its share; 0: the student's alone."""
+
+
 class StudentConfig(Section):
     model: str
     """`smollm2-135m` (embedded), a hub id, or a folder with safetensors."""
     adapter: Path | None = None
     """A LoRA adapter's folder, or that of a built-in recipe (`targeted-hints/warm`). It is
     merged into `model` before training."""
+    average_with: AverageConfig | None = None
+    """Start from (1 − weight) · `model` + weight · the other, tensor by tensor in float32: say,
+    between a fine-tuned model and its base."""
     lora: LoraConfig | None = None
     """Unset: all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

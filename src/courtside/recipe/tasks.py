@@ -47,7 +47,7 @@ class MazeTasks(TasksBase):
     """How often a step of the tasks' own `completion` is random; it then goes on from there."""
     detour: NonNegativeInt = 0
     """Above 0: the answer is begun already, with a part of the way and up to so many random steps
-    (a prefill, which is not trained), and has to be continued from there."""
+    (a response prefix, which is not trained), and has to be continued from there."""
     detour_fraction: Fraction = 1.0
     """How many of the tasks are begun so, with `detour` above 0."""
 
@@ -96,7 +96,7 @@ class JsonlTasks(GradedTasks):
     kind: Literal["jsonl"]
     path: Path
     """One JSON object a line: prompt (or messages with tools, or ShareGPT's conversations), and
-    optionally prefill (the start of the answer, which is not trained), completion (or chosen),
+    optionally response_prefix (the start of the answer, which is not trained), completion (or chosen),
     rejected, answer, id, privileged, tags, grader, grader_args, split, metadata. Tasks without a
     split get one by content hash."""
 

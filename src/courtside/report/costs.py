@@ -60,7 +60,8 @@ class StepCost:
     student_tokens: int = 0
     """Tokens through the student: what it sampled, with prompts, and what it trained on."""
     teacher_tokens: int = 0
-    """Tokens through teachers and the reference: what they wrote, with prompts, and scored."""
+    """Tokens through teachers, the reference and the models of draft stages: what they wrote, with
+    prompts, and scored."""
     flops: float = 0.0
 
 
@@ -169,8 +170,8 @@ class CostMeter:
             flops = forward_flops(sizes.reader, num_input + num_output)
             add("reader", num_input, num_output, flops)
         for name, usage in draft_usage.items():
-            flops = forward_flops(sizes.teachers.get(name, 0), sum(usage))
             num_teacher += sum(usage)
+            flops = forward_flops(sizes.teachers.get(name, 0), sum(usage))
             add("drafts", usage.input_tokens, usage.output_tokens, flops)
         return StepCost(
             student_tokens=num_student,

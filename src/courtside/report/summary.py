@@ -17,6 +17,9 @@ def summarize_recipe(recipe: Recipe) -> str:
     student = recipe.student.model
     if recipe.student.adapter is not None:
         student += f" from {recipe.student.adapter}"
+    if recipe.student.average_with is not None:
+        average = recipe.student.average_with
+        student += f" + {average.weight:g} of {average.model}"
     if recipe.student.lora:
         student += f" (LoRA {recipe.student.lora.rank})"
     parts = [student, recipe.tasks.kind]

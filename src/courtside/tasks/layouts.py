@@ -20,7 +20,7 @@ from courtside.errors import TaskError
 from courtside.types import Message
 
 CONVERSATION_KEYS = ("messages", "conversations", "system", "tools", "parallel_tool_calls")
-KEYS = ("prompt", *CONVERSATION_KEYS, "prefill", "completion", "chosen", "rejected")
+KEYS = ("prompt", *CONVERSATION_KEYS, "response_prefix", "completion", "chosen", "rejected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Texts:
     """What a task says, whichever layout it came in."""
 
     messages: tuple[Message, ...]
-    """The prompt; a last message of the assistant is a prefill."""
+    """The prompt; a last message of the assistant is a response prefix."""
     completion: str | None
     rejected: str | None
 
@@ -72,8 +72,8 @@ def read_texts(where: str, fields: Mapping[str, Any]) -> Texts:
         completion = _require_answer(_answer_text(prompt[-1], last), last, "completion")
         prompt = prompt[:-1]
     messages = _attach(where, _require_prompt(where, prompt), fields)
-    if "prefill" in fields:
-        messages = (*messages, _read_prefill(where, fields["prefill"]))
+    if "response_prefix" in fields:
+        messages = (*messages, _read_response_prefix(where, fields["response_prefix"]))
     return Texts(messages=messages, completion=completion, rejected=texts.get("rejected"))
 
 
@@ -130,13 +130,15 @@ def _read_prompt(where: str, fields: Mapping[str, Any]) -> tuple[Message, ...] |
     return messages
 
 
-def _read_prefill(where: str, value: Any) -> Message:
+def _read_response_prefix(where: str, value: Any) -> Message:
     """The start of the answer, which is given and not trained."""
     if not isinstance(value, str):
-        raise TaskError(f"{where}: `prefill` must be a text, not {name_kind(value)}")
-    text = parse_content(value, f"{where}: prefill")
+        raise TaskError(f"{where}: `response_prefix` must be a text, not {name_kind(value)}")
+    text = parse_content(value, f"{where}: response_prefix")
     if not text:
-        raise TaskError(f"{where}: `prefill` is empty; write how the answer begins, or remove it")
+        raise TaskError(
+            f"{where}: `response_prefix` is empty; write how the answer begins, or remove it"
+        )
     return Message(role="assistant", content=text)
 
 

@@ -104,26 +104,26 @@ def maze_task(config: MazeTasks, start: str, goal: str, *, variant: int = 0) -> 
     random = SeededRandom(f"maze way {content} {settings}")
     distances = find_distances(config.map_seed, goal)
     is_begun = config.detour > 0 and random.bernoulli(config.detour_fraction)
-    prefill = _wander(config, start, goal, random) if is_begun else []
-    way = _find_way(config, prefill[-1] if prefill else start, goal, random)
+    response_prefix = _wander(config, start, goal, random) if is_begun else []
+    way = _find_way(config, response_prefix[-1] if response_prefix else start, goal, random)
     question = f"Go from {start} to {goal}. Write every cell on the way."
     messages = [Message(role="user", content=question)]
-    if prefill:
-        messages.append(Message(role="assistant", content=" ".join(prefill)))
-    text = " ".join(way[1:] if prefill else way)
+    if response_prefix:
+        messages.append(Message(role="assistant", content=" ".join(response_prefix)))
+    text = " ".join(way[1:] if response_prefix else way)
     return Task(
         id=task_id("maze", f"{content} {settings}".strip()),
         split=_split(config, start, goal),
         messages=tuple(messages),
         answer=goal,
-        completion=f" {text}" if prefill else text,
+        completion=f" {text}" if response_prefix else text,
         tags=("maze",),
         grader="maze",
         grader_args={
             "map_seed": config.map_seed,
-            "start": prefill[-1] if prefill else start,
-            "is_continued": bool(prefill),
-            "max_moves": MAX_MOVES_PER_STEP * (distances[start] + len(prefill)),
+            "start": response_prefix[-1] if response_prefix else start,
+            "is_continued": bool(response_prefix),
+            "max_moves": MAX_MOVES_PER_STEP * (distances[start] + len(response_prefix)),
         },
     )
 

@@ -27,7 +27,7 @@ class RewardAdvantages:
     """Ids of trajectories in groups where every advantage is 0: equal rewards, and no turn that
     answers for an error of its own. They train nothing; empty with a reward of single tokens."""
     mean: float | None
-    """Of the rewards; None: no trajectory has one."""
+    """Of the sums of rewards; None: no trajectory has one, or the reward is the grade."""
     reference_kl: float
     """β of −β·(log μ − log ref), which the update adds to the advantage of each token; 0: none."""
     num_groups: int
@@ -57,10 +57,14 @@ def compute_advantages(
         by_token=by_token,
         zero_variance=frozenset(id for ids in flat_groups if not reference_kl for id in ids),
         reference_kl=reference_kl,
-        mean=sum(totals[t.id] or 0.0 for t in compared) / len(compared) if compared else None,
+        mean=_mean([totals[t.id] or 0.0 for t in compared]) if rewards else None,
         num_groups=len(groups),
         num_zero_variance_groups=len(flat_groups),
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def sum_rewards(trajectory: Trajectory, rewards: Mapping[str, Reward]) -> float | None:
@@ -76,8 +80,9 @@ def sum_rewards(trajectory: Trajectory, rewards: Mapping[str, Reward]) -> float 
         return trajectory.grade.score
     if missing := rewards.keys() - trajectory.rewards.keys():
         raise TaskError(
-            f"trajectory {trajectory.id} was sampled without the reward {sorted(missing)[0]!r}; "
-            "use the rewards that it was sampled with"
+            f"trajectory {trajectory.id} has no reward {sorted(missing)[0]!r}: they are given to "
+            "the student's samples when they are sampled. Set the loss's on = 'student'; rescore a "
+            "run with the rewards that it had"
         )
     values = {name: trajectory.rewards[name] for name in rewards}
     if None in values.values():

@@ -238,12 +238,12 @@ def find_trained_tokens(terms: Sequence[LossTerm]) -> dict[str, tuple[bool, ...]
 
 
 def preference_pairs(scored: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
-    """(better, worse) of each preference pair: those that share `pair`, else their task. A task
-    that is in the batch twice has two pairs."""
+    """(better, worse) of each whole preference pair: those that share `pair`, else their task. A
+    task that is in the batch twice has two pairs."""
     sides: dict[tuple[str | None, str], tuple[list[Scored], list[Scored]]] = {}
     for s in scored:
         if s.trajectory.preference is not None:
             key = (s.trajectory.pair, s.trajectory.task.id)
             better, worse = sides.setdefault(key, ([], []))
             (better if s.trajectory.preference == "better" else worse).append(s)
-    return [pair for two in sides.values() for pair in zip(*two, strict=True)]
+    return [pair for two in sides.values() for pair in zip(*two, strict=False)]

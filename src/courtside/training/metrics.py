@@ -154,9 +154,9 @@ def reward_metrics(terms: Sequence[LossTerm]) -> dict[str, float]:
     return row
 
 
-def schedule_metrics(recipe: Recipe, step: int) -> dict[str, float]:
-    """What the recipe says that depends on the step."""
-    row: dict[str, float] = {}
+def step_metrics(recipe: Recipe, step: int, terms: Sequence[LossTerm]) -> dict[str, float]:
+    """Of a whole step: its rewards, and what the recipe says that depends on the step."""
+    row = reward_metrics(terms)
     turn_limit = recipe.rollout.limits.turns_at(step)
     if turn_limit is not None:
         row["turn_limit"] = turn_limit

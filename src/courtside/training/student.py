@@ -46,12 +46,7 @@ from courtside.training.loss_terms import (
     make_loss_terms,
     preference_pairs,
 )
-from courtside.training.metrics import (
-    MetricAccumulator,
-    record_losses,
-    reward_metrics,
-    schedule_metrics,
-)
+from courtside.training.metrics import MetricAccumulator, record_losses, step_metrics
 from courtside.training.optimizer import make_optimizer
 from courtside.training.preference import weigh_preferences
 from courtside.training.token_batch import forward_ids, gather_trained, make_token_batch
@@ -104,12 +99,7 @@ class Student:
             step=step,
             loss=sum(weights[name] * value for name, value in losses.items() if value == value),
             components=losses,
-            metrics={
-                "grad_norm": 0.0,
-                **metrics.means(),
-                **reward_metrics(terms),
-                **schedule_metrics(self.recipe, step),
-            },
+            metrics={"grad_norm": 0.0, **metrics.means(), **step_metrics(self.recipe, step, terms)},
             num_tokens={term.name: term.num_tokens for term in terms},
             student_logp=logps.student,
             teacher_logp=logps.teacher,

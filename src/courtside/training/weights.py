@@ -30,7 +30,7 @@ class StudentWeights:
 
     def __init__(self, config: StudentConfig, *, seed: int):
         device = pick_device(config)
-        dtype = resolve_dtype(config.dtype, device)
+        dtype, average = resolve_dtype(config.dtype, device), config.average_with
         # Trained weights stay float32: steps of 1e-5 vanish in bfloat16's three digits. An
         # adapter's base is frozen, so it may have the dtype of the matmuls.
         self.model: Any = load_model(
@@ -40,6 +40,7 @@ class StudentWeights:
             trust_remote_code=config.trust_remote_code,
             adapter=config.adapter,
             keep_layers=config.keep_layers,
+            average_with=None if average is None else (average.model, average.weight),
         )
         self.autocast = torch.bfloat16 if dtype == torch.bfloat16 else None
         self.adapter: Any = None

@@ -42,15 +42,15 @@ def trajectory(id: str, *turns: Turn, number: int = 0, **fields: Any) -> Traject
 SAW = turn("environment", "", messages=(Message(role="user", content="No."),))
 STEPS = [
     [  # a chosen pair, one with the same text twice, and one that has no text
-        trajectory("a", turn("assistant", "2"), preference="better", draft="b",
+        trajectory("a", turn("assistant", "2"), preference="better", pair="b+choose", draft="b",
                    correction="choose"),
-        trajectory("b", turn("assistant", "1"), preference="worse"),
-        trajectory("c", turn("assistant", "2"), preference="better", draft="d",
+        trajectory("b", turn("assistant", "1"), preference="worse", pair="b+choose"),
+        trajectory("c", turn("assistant", "2"), preference="better", pair="d+choose", draft="d",
                    correction="choose"),
-        trajectory("d", turn("assistant", "2"), preference="worse"),
-        trajectory("e", turn("assistant", ""), preference="better", draft="f",
+        trajectory("d", turn("assistant", "2"), preference="worse", pair="d+choose"),
+        trajectory("e", turn("assistant", ""), preference="better", pair="f+choose", draft="f",
                    correction="choose"),
-        trajectory("f", turn("assistant", "9"), preference="worse"),
+        trajectory("f", turn("assistant", "9"), preference="worse", pair="f+choose"),
         trajectory("g", turn("assistant", "7")),
     ],
     [  # a repair alone, and a repaired turn with its pair
@@ -59,9 +59,10 @@ STEPS = [
                    policy_version=None, draft="h", correction="rewrite"),
         trajectory("i", turn("assistant", "5"), SAW, turn("assistant", "6"), number=2),
         trajectory("i+draft", turn("assistant", "5", trains=False), SAW, turn("assistant", "6"),
-                   number=2, preference="worse", draft="i", correction="rewrite"),
+                   number=2, preference="worse", pair="i+rewrite", draft="i", correction="rewrite"),
         trajectory("i+rewrite", turn("assistant", "5", trains=False), SAW, turn("assistant", "4"),
-                   number=2, source="teacher", policy_version=None, preference="better", draft="i",
+                   number=2, source="teacher", policy_version=None, preference="better",
+                   pair="i+rewrite", draft="i",
                    correction="rewrite"),
     ],
 ]  # fmt: skip

@@ -58,7 +58,7 @@ def as_text(messages: list[Message], *, begin: bool) -> str:
 @settings(deadline=None)
 @given(messages=conversations)
 def test_a_prompt_is_what_the_tokenizers_own_call_gives(messages: list[Message]) -> None:
-    assume(messages[-1].role != "assistant")  # that is a prefill
+    assume(messages[-1].role != "assistant")  # that is a response prefix
     ids = PLAIN.prompt_ids(messages)
     assert ids == stock(messages, add_generation_prompt=True)
     assert TOKENIZER.decode(ids) == as_text(messages, begin=True)
@@ -80,16 +80,16 @@ def test_prompt_and_answer_are_the_whole_conversation_up_to_the_end_token(
 
 
 @settings(deadline=None)
-@given(prefill=st.text(min_size=1, max_size=12), text=st.text(max_size=12))
-@example(prefill="<|im_end|>", text="<|im_start|>")
-@example(prefill="\n", text="\nx")
-def test_an_answer_continues_its_prefill(prefill: str, text: str) -> None:
+@given(response_prefix=st.text(min_size=1, max_size=12), text=st.text(max_size=12))
+@example(response_prefix="<|im_end|>", text="<|im_start|>")
+@example(response_prefix="\n", text="\nx")
+def test_an_answer_continues_its_response_prefix(response_prefix: str, text: str) -> None:
     merging = renderer(merges=(("Ċ", "Ċ"),))
-    begun = (*ASK, Message(role="assistant", content=prefill))
+    begun = (*ASK, Message(role="assistant", content=response_prefix))
     prompt, answer = merging.prompt_ids(begun), merging.completion_ids(begun, text)
     assert prompt[: len(merging.prompt_ids(ASK))] == merging.prompt_ids(ASK)
     assert merging.tokenizer.decode(prompt + answer) == (
-        as_text(list(ASK), begin=True) + prefill + text + "<|im_end|>"
+        as_text(list(ASK), begin=True) + response_prefix + text + "<|im_end|>"
     )
     assert answer[-1] == END and END not in prompt[len(merging.prompt_ids(ASK)) :]
     assert merging.text(answer[:-1]) == text or "\ufffd" in merging.text(answer)

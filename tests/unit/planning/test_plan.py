@@ -388,3 +388,9 @@ def test_what_is_left_out_is_said() -> None:
     both = plan(make_recipe(takeover={}, rollout=rollout), gpu="h200", **PROMPTS)
     assert any("take-overs are left out" in note for note in both.notes)
     assert any("mixed sampling is counted as" in note for note in both.notes)
+    losses = [{"kind": "preference"}]
+    drafts = plan(
+        make_recipe(drafts=[{"kind": "choose"}], losses=losses, teacher=None), gpu="h200", **PROMPTS
+    )
+    assert any("draft stages are left out" in note for note in drafts.notes)
+    assert not any("draft stages" in note for note in plain.notes)

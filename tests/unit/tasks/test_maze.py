@@ -83,14 +83,14 @@ def test_noise_leaves_the_way_and_finds_back() -> None:
     assert num_longer > 0.5 * len(range(0, noisy.size, 301))
 
 
-def test_a_detour_is_a_prefill_off_the_way_that_is_not_trained() -> None:
+def test_a_detour_is_a_response_prefix_off_the_way_that_is_not_trained() -> None:
     space = maze_space(config(detour=6))
     num_off_the_way = 0
     for index in range(0, space.size, 301):
         task = space.task(index)
-        prefill, goal = task.messages[-1], task.answer
-        assert prefill.role == "assistant" and goal is not None
-        cells = prefill.content.split()
+        response_prefix, goal = task.messages[-1], task.answer
+        assert response_prefix.role == "assistant" and goal is not None
+        cells = response_prefix.content.split()
         assert goal not in cells
         neighbors, distances = make_map(1), find_distances(1, goal)
         assert all(b in neighbors[a] for a, b in pairwise(cells))
@@ -99,7 +99,7 @@ def test_a_detour_is_a_prefill_off_the_way_that_is_not_trained() -> None:
     assert num_off_the_way > 10
     template = ChatTemplate(tiny_tokenizer(), name="tiny", eos_ids={1})
     prompt = template.text(template.prompt_ids(task.messages))
-    assert prompt.endswith(prefill.content)
+    assert prompt.endswith(response_prefix.content)
 
 
 def test_a_held_out_pair_is_held_out_with_any_detour() -> None:

@@ -223,6 +223,14 @@ def test_only_the_students_whole_trajectories_are_rewarded() -> None:
     assert rollout([], 0) == [given_text, ended]
 
 
+def test_what_was_sampled_without_a_reward_is_refused_with_the_fix() -> None:
+    scored = [Scored(trajectory=make_trajectory(id), target=None) for id in "ab"]
+    with pytest.raises(TaskError, match=r"trajectory a has no reward 'short'.*on = 'student'"):
+        make_loss_terms(
+            [PolicyGradientLoss(**RL)], ["rl"], scored, rewards={"short": parse(**REWARDS[1])}
+        )
+
+
 # ── runs ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -270,6 +278,8 @@ def test_a_run_logs_and_stores_its_rewards(tiny_folder: Path, tmp_path: Path) ->
     assert row["reward/length/mean"] == pytest.approx(means["length"])
     assert row["reward/sum"] == pytest.approx(means["length"] + 0.1 * means["twice"])
     assert row["reward/twice/errors"] == 0
+    frame = folder.trajectories_frame(0)
+    assert frame["reward/twice"].tolist() == [t.rewards["twice"] for t in stored]
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def _trajectory_row(stored: StoredTrajectory) -> dict[str, Any]:
         "correction": trajectory.correction,
         "draft": trajectory.draft,
         "critique": trajectory.critique,
+        **{f"reward/{name}": value for name, value in trajectory.rewards.items()},
     }
 
 

@@ -28,6 +28,7 @@ PANELS = (
     Panel(
         "Reward in training", "fraction", re.compile(r"reward/(mean|pass_rate)"), as_percent=True
     ),
+    Panel("Rewards that add up", "value", re.compile(r"reward/(sum|.+/mean)")),
     Panel(
         "Errors in training",
         "fraction of turns",
@@ -36,7 +37,7 @@ PANELS = (
     ),
     Panel("Hints", "per step", re.compile(r"hints/(trained|harmful|dropped/.*)")),
     Panel("Shift of hints", "nats per turn", re.compile(r"hints/shift")),
-    Panel("Turns per episode", "turns", re.compile(r"turns")),
+    Panel("Turns per episode", "turns", re.compile(r"turns|turn_limit")),
     Panel("Entropy", "nats per token", re.compile(r"entropy.*")),
     Panel("Response length", "tokens", re.compile(r"length/(mean|max)")),
     Panel("Truncated answers", "fraction", re.compile(r"length/truncated"), as_percent=True),
@@ -103,6 +104,7 @@ def _series(key: str, rows: Rows) -> Series:
         "tokens_per_second": "all phases",
         "error_rate": "any",
         "turns": "mean",
+        "turn_limit": "limit",
     }
     label = name or labels.get(prefix, prefix)
     return Series(name=label.replace("_", " ").replace("/", ": "), points=_points(key, rows))
