@@ -112,7 +112,7 @@ def test_budgets_that_cannot_work_are_refused(
 
 
 def test_teacher_tokens_need_a_teacher(tiny_folder: Path) -> None:
-    with pytest.raises(RecipeError, match="no teacher and no reference"):
+    with pytest.raises(RecipeError, match="no teacher, no reference"):
         small_recipe(
             tiny_folder,
             train={"max_teacher_tokens": 5},

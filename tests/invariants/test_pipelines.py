@@ -109,6 +109,19 @@ def test_a_gate_decides_what_is_promoted(tree: Tree, tmp_path: Path) -> None:
     assert (path / "promoted").resolve() == (last.path / "export").resolve()
 
 
+def test_a_gate_takes_the_evaluation_after_a_budget_is_spent(tree: Tree, tmp_path: Path) -> None:
+    del tree["stages"][1]
+    tree["base"]["train"]["max_student_tokens"] = 1
+    path = tmp_path / "run"
+    stage = run(tree, path)
+    assert len(stage.metrics()) == 1
+    assert json.loads((path / "stages" / "01-learn.json").read_text())["gate"]["passed"]
+    # A stage that is done is not trained further by a larger budget.
+    tree["base"]["train"]["max_student_tokens"] = 1_000_000
+    with pytest.raises(UserError, match="max_student_tokens"):
+        run(tree, path)
+
+
 def test_the_gate_is_decided_by_the_lower_end(tree: Tree, tmp_path: Path) -> None:
     """Of an interval whose mean alone would pass."""
     from courtside.pipeline.gate import decide_gate

@@ -72,6 +72,11 @@ def find_runs(paths: Sequence[str | Path]) -> Iterator[tuple[Path, str | None]]:
         if is_run(path):
             yield path, None
             continue
+        if path.is_file():
+            raise UserError(
+                f"{path}: is a file. Give folders that `courtside train` wrote, or the folder of "
+                "an experiment's runs, such as runs/NAME: results.json has no scores by task"
+            )
         if not path.is_dir():
             raise UserError(
                 f"{path}: no such folder. Give folders that `courtside train` wrote, or the folder "

@@ -16,8 +16,10 @@ def decide_gate(gate: GateConfig, start: RunFolder, end: RunFolder) -> GateDecis
     The gate passes where even the lower end of the 95% interval is a loss of at most `max_loss`.
     """
     before = _find_evaluation(start, gate.suite, step=0)
-    metrics = end.metrics()  # a budget may end a run before its last step
-    after = _find_evaluation(end, gate.suite, step=metrics[-1]["step"] + 1 if metrics else 0)
+    train = end.recipe().train
+    # A budget may end a run before its last step.
+    num_steps = len(end.metrics()) if train.budget else train.steps
+    after = _find_evaluation(end, gate.suite, step=num_steps)
     difference = compare_scores(before.scores, after.scores)
     if difference is None:
         raise RunError(

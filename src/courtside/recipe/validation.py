@@ -104,10 +104,11 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
             f"train.lr_schedule = {recipe.train.lr_schedule!r} reaches zero at train.steps, and "
             f"train.max_{next(iter(recipe.train.budget))} may end the run before. Use 'constant'"
         )
-    if recipe.train.max_teacher_tokens and recipe.teacher is None and not recipe.needs_reference:
+    has_teacher = recipe.teacher is not None or recipe.needs_reference or recipe.drafts
+    if recipe.train.max_teacher_tokens and not has_teacher:
         yield (
-            "train.max_teacher_tokens: the recipe has no teacher and no reference, so that none "
-            "would be spent. Use train.max_student_tokens"
+            "train.max_teacher_tokens: the recipe has no teacher, no reference and no drafts, so "
+            "that none would be spent. Use train.max_student_tokens"
         )
     if recipe.train.warmup_steps >= recipe.train.steps:
         yield "train.warmup_steps must be smaller than train.steps"

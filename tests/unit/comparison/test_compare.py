@@ -95,6 +95,17 @@ def test_one_seed_is_paired_by_task(runs: Path) -> None:
     assert any("nothing about other seeds" in note for note in comparison.notes)
 
 
+def test_one_shared_seed_is_the_one_that_is_paired(runs: Path) -> None:
+    taught = [runs / f"taught-seed{seed}" for seed in SEEDS]
+    (difference,) = courtside.compare([*taught, runs / "rewarded-seed1"]).differences
+    mean, low, high, _ = paired_difference(
+        scores_of(runs / "rewarded-seed1", 4), scores_of(runs / "taught-seed1", 4)
+    )
+    interval = difference.interval
+    assert difference.pairing == "tasks"
+    assert (interval.mean, interval.low, interval.high) == pytest.approx((mean, low, high))
+
+
 def test_arms_without_a_shared_seed_are_not_paired(runs: Path, tmp_path: Path) -> None:
     paths = [runs / f"taught-seed{seed}" for seed in SEEDS]
     for seed in SEEDS:
@@ -288,6 +299,7 @@ def test_an_experiment_compares_its_final_runs(runs: Path, tmp_path: Path) -> No
     [
         (["nowhere"], "nowhere: no such folder"),
         (["EMPTY"], "has no finished run"),
+        (["FILE"], "results.json has no scores by task"),
         (["RUNS", "--price-per-hour", "0"], "price_per_hour = 0.0; give a number above 0"),
         (["RUNS", "--only", "("], "no regular expression"),
     ],
@@ -295,7 +307,7 @@ def test_an_experiment_compares_its_final_runs(runs: Path, tmp_path: Path) -> No
 def test_what_cannot_be_compared_ends_with_2(
     runs: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    places = {"RUNS": str(runs), "EMPTY": str(tmp_path)}
+    places = {"RUNS": str(runs), "EMPTY": str(tmp_path), "FILE": __file__}
     command = ["compare", *(places.get(word, word) for word in arguments)]
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "page.html")])
     assert result.exit_code == 2 and message in result.output
