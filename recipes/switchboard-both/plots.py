@@ -5,13 +5,12 @@ python recipes/switchboard-both/plots.py
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from courtside.experiment.marks import draw_dot, draw_rule, draw_text, linear_scale, render_svg
+from courtside.experiment.pictures import run_plots
 
 ARMS = {
     "hint": ("hint", "#1f5fbf"),
@@ -166,15 +165,5 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    folder = Path(__file__).parent
-    parser.add_argument("results", type=Path, nargs="?", default=folder / "results.json")
-    parser.add_argument("--to", type=Path, default=folder)
-    options = parser.parse_args()
-    for path in draw(json.loads(options.results.read_text()), options.to):
-        print(path)
-
-
 if __name__ == "__main__":
-    main()
+    run_plots(__file__, __doc__, draw)

@@ -5,14 +5,13 @@ python recipes/targeted-hints/plots.py
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from courtside.experiment.marks import draw_dot, draw_rule, draw_text, linear_scale, render_svg
+from courtside.experiment.pictures import run_plots
 from courtside.report.page.svg import ticks
 
 ARMS = {
@@ -231,15 +230,5 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    folder = Path(__file__).parent
-    parser.add_argument("results", type=Path, nargs="?", default=folder / "results.json")
-    parser.add_argument("--to", type=Path, default=folder)
-    options = parser.parse_args()
-    for path in draw(json.loads(options.results.read_text()), options.to):
-        print(path)
-
-
 if __name__ == "__main__":
-    main()
+    run_plots(__file__, __doc__, draw)
