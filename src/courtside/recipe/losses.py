@@ -85,6 +85,11 @@ class LossBase(Section):
     name: str | None = None
     """Its name in the metrics. Unset: its kind."""
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether it compares with a teacher."""
+        return False
+
     @model_validator(mode="after")
     def _check_constant(self) -> LossBase:
         if (self.normalize == "constant") != (self.normalize_tokens is not None):
@@ -152,6 +157,10 @@ class DivergenceLoss(LossBase):
         return self
 
     @property
+    def needs_teacher(self) -> bool:
+        return self.against == "teacher"
+
+    @property
     def divergence_parameters(self) -> dict[str, float]:
         fields = {"beta": self.beta, "alpha": self.alpha}
         return {**{k: v for k, v in fields.items() if v is not None}, **self.parameters}
@@ -198,6 +207,10 @@ class PolicyGradientLoss(LossBase):
     unlikely_below: Annotated[float, Field(gt=0, lt=1)] | None = None
     """With advantage = 'unlikely', which needs it: the sampler's probability below which a token
     is pushed down, e.g. 0.1."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.advantage in ("teacher_gap", "hint_contrast")
 
     @field_validator("advantage")
     @classmethod

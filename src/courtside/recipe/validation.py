@@ -6,44 +6,27 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
-from courtside.recipe.document_tasks import DocumentTasks
 from courtside.recipe.draft_validation import find_draft_problems
-from courtside.recipe.hints import HintsConfig
+from courtside.recipe.hint_validation import find_hint_problems
 from courtside.recipe.losses import Loss
 from courtside.recipe.mixed_sampling_validation import find_mixed_sampling_problems
-from courtside.recipe.reader import (
-    CombinedReaderConfig,
-    CustomReaderConfig,
-    ReaderConfig,
-    RuleReaderConfig,
-)
 from courtside.recipe.recipe import Recipe
+from courtside.recipe.recorded_validation import find_recorded_problems
 from courtside.recipe.reward_validation import (
     find_contrast_problems,
     find_gate_problems,
     find_reward_problems,
     find_route_problems,
 )
-from courtside.recipe.rollout import LimitsConfig, RolloutConfig
+from courtside.recipe.rollout import LimitsConfig
 from courtside.recipe.takeover_validation import find_takeover_problems
-from courtside.recipe.tasks import TrajectoryTasks, override_tasks
+from courtside.recipe.tasks import override_tasks
 from courtside.recipe.teacher import (
     EMA_DECAY,
     CustomTeacherConfig,
     SelfTeacherConfig,
-    SiblingContext,
 )
 
-SAMPLING = (
-    "samples_per_prompt",
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "stop",
-)
-"""Fields of [rollout] that configure sampling."""
 MAX_SAMPLES = 1_000_000
 """Trajectories of one step, or answers of one evaluation."""
 TOKENS_PER_SECOND = 10_000
@@ -84,8 +67,8 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
     yield from find_takeover_problems(recipe)
     yield from find_mixed_sampling_problems(recipe)
     yield from _environment_problems(recipe)
-    yield from _recorded_problems(recipe)
-    yield from _hint_problems(recipe)
+    yield from find_recorded_problems(recipe)
+    yield from find_hint_problems(recipe)
     yield from find_draft_problems(recipe)
     yield from find_contrast_problems(recipe)
     yield from _size_problems(recipe)
@@ -134,12 +117,6 @@ def _size_problems(recipe: Recipe) -> Iterator[str]:
             )
     if recipe.tasks.limit is not None and recipe.tasks.limit > MAX_SAMPLES:
         yield f"tasks.limit = {recipe.tasks.limit:,}: use at most {MAX_SAMPLES:,}, or leave it out"
-
-
-def _needs_teacher(loss: Loss) -> bool:
-    return (loss.kind == "divergence" and loss.against == "teacher") or (
-        loss.kind == "policy_gradient" and loss.advantage in ("teacher_gap", "hint_contrast")
-    )
 
 
 def _rollout_problems(recipe: Recipe) -> Iterator[str]:
@@ -201,7 +178,7 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
             f"on = {loss.on!r}, but rollout.student_fraction and rollout.off_policy_source give "
             f"no trajectories written by the {loss.on}"
         )
-    if _needs_teacher(loss) and recipe.teacher is None:
+    if loss.needs_teacher and recipe.teacher is None:
         yield "compares with a teacher; add a [teacher] section"
     if loss.kind == "policy_gradient":
         has_other_authors = low < 1 or rollout.corrections or recipe.teacher_adds_text
@@ -238,7 +215,7 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
         if teacher.weights != "ema" and teacher.ema_decay != EMA_DECAY:
             yield "teacher: ema_decay belongs to weights = 'ema'; set that, or remove it"
         differs = teacher.context or recipe.reader or recipe.needs_reference
-        differs = differs or not any(map(_needs_teacher, recipe.losses))
+        differs = differs or not any(loss.needs_teacher for loss in recipe.losses)
         if teacher.weights == "live" and not differs:
             yield (
                 "teacher: kind = 'self' with weights = 'live' and no context is the student "
@@ -250,7 +227,7 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
         or recipe.rollout.off_policy_source == "teacher"
         or any(config.asks_teacher for config in recipe.drafts)
     )
-    is_used = samples or any(map(_needs_teacher, recipe.losses))
+    is_used = samples or any(loss.needs_teacher for loss in recipe.losses)
     if recipe.teacher is not None and not is_used:
         yield "teacher: no loss uses it; remove the section, or add a divergence"
 
@@ -271,144 +248,3 @@ def _environment_problems(recipe: Recipe) -> Iterator[str]:
                 f"losses[{index}]: turn_penalty needs an environment that reports errors; {kind} "
                 "reports none. Set it to 0"
             )
-
-
-def _recorded_problems(recipe: Recipe) -> Iterator[str]:
-    if not recipe.tasks.is_recorded:
-        return
-    kind = f"tasks.kind = {recipe.tasks.kind!r}"
-    if recipe.rollout.student_fraction != 0 or recipe.rollout.off_policy_source != "dataset":
-        yield (
-            f"{kind}: these were written elsewhere, and nothing answers the student in them. "
-            "Set rollout.student_fraction = 0, with off_policy_source = 'dataset'"
-        )
-    for name, changes in recipe.evaluate.suites.items():
-        if "kind" not in changes:
-            yield (
-                f"evaluate.suites: nothing answers the student with {kind}; give {name!r} a `kind` "
-                "of its own with all of its fields, or remove it"
-            )
-    if recipe.evaluate.collateral:
-        yield f"evaluate.collateral: nothing answers the student with {kind}; remove it"
-    if isinstance(recipe.tasks, TrajectoryTasks):
-        yield from _stored_problems(recipe, recipe.tasks)
-        return
-    if isinstance(recipe.tasks, DocumentTasks):
-        yield from _document_problems(recipe)
-    for index, loss in enumerate(recipe.losses):
-        if loss.kind == "policy_gradient":
-            yield (
-                f"losses[{index}]: a policy gradient needs the probabilities that tokens were "
-                f"sampled with, and {kind} has none. Use kind = 'divergence'"
-            )
-
-
-def _document_problems(recipe: Recipe) -> Iterator[str]:
-    kind = "tasks.kind = 'documents'"
-    for name in SAMPLING:
-        is_used = name == "temperature" or (
-            name in ("max_new_tokens", "stop") and bool(recipe.evaluate.suites)
-        )
-        if not is_used and getattr(recipe.rollout, name) != getattr(RolloutConfig(), name):
-            yield f"rollout.{name}: nothing is sampled with {kind}. Remove it"
-    if recipe.reader is not None:
-        yield f"reader: {kind} has no turns that a hint could precede; remove it"
-    if any(teacher.context is not None for teacher in recipe.model_teachers):
-        yield f"teacher.context: {kind} has no prompt that a context could join; remove it"
-    for index, loss in enumerate(recipe.losses):
-        if loss.kind == "preference":
-            yield f"losses[{index}]: preferences compare the texts of a pair, and {kind} has none"
-
-
-def _stored_problems(recipe: Recipe, tasks: TrajectoryTasks) -> Iterator[str]:
-    kind = "tasks.kind = 'trajectories'"
-    for name in SAMPLING:
-        if getattr(recipe.rollout, name) != getattr(RolloutConfig(), name):
-            yield f"rollout.{name}: nothing is sampled with {kind}. Remove it"
-    if tasks.select == "hinted" and not recipe.human_readers:
-        yield (
-            "tasks.select = 'hinted' selects by a person's hints; add a [reader] of kind = "
-            "'human', or use select = 'all'"
-        )
-    alone = f"and {kind} batches them one by one, so those of a prompt are in different steps"
-    for index, loss in enumerate(recipe.losses):
-        if loss.kind == "preference":
-            yield f"losses[{index}]: preferences compare the two texts of a pair, {alone}"
-        if loss.kind == "policy_gradient" and loss.advantage == "reward":
-            yield (
-                f"losses[{index}]: advantage = 'reward' compares the samples of a prompt, {alone}. "
-                "Use advantage = 'teacher_gap'"
-            )
-    if any(isinstance(teacher.context, SiblingContext) for teacher in recipe.model_teachers):
-        yield f"teacher.context: a sibling is another sample of the prompt, {alone}"
-
-
-def _hint_problems(recipe: Recipe) -> Iterator[str]:
-    if recipe.reader is None:
-        if recipe.hints != HintsConfig():
-            yield "hints: there is no reader; add a [reader], or remove the section"
-        for index, loss in enumerate(recipe.losses):
-            if loss.on in ("hinted_turns", "unhinted_turns"):
-                yield f"losses[{index}]: on = {loss.on!r} needs hints; add a [reader]"
-        return
-    if recipe.hints.resamples and not recipe.tasks.is_environment:
-        yield (
-            "hints.resamples are checked by an environment, and tasks.kind = "
-            f"{recipe.tasks.kind!r} is none; set it to 0"
-        )
-    locates_takeovers = recipe.takeover is not None and recipe.takeover.at == "reader"
-    if not locates_takeovers and all(loss.on != "hinted_turns" for loss in recipe.losses):
-        yield "reader: no loss has on = 'hinted_turns', so its hints would train nothing"
-    yield from _control_problems(recipe, recipe.reader)
-    if any(teacher.context is not None for teacher in recipe.model_teachers):
-        yield (
-            "teacher.context: with a [reader] the hint is the teacher's additional context; "
-            "remove one of the two"
-        )
-    for index, loss in enumerate(recipe.losses):
-        is_takeover = loss.on == "teacher" and recipe.takeover is not None
-        if _needs_teacher(loss) and loss.on != "hinted_turns" and not is_takeover:
-            yield (
-                f"losses[{index}] ({loss.kind}): with a [reader] the teacher scores hinted turns "
-                "only; set on = 'hinted_turns', or against = 'reference' for the others"
-            )
-    reports_errors = recipe.tasks.is_environment or recipe.tasks.is_recorded
-    if isinstance(recipe.reader, RuleReaderConfig) and not reports_errors:
-        text_detectors = {"over_length", "pattern", "answer_without_lookup"}
-        if all(rule.detect not in text_detectors for rule in recipe.reader.rules):
-            yield (
-                "reader.kind = 'rules' needs an environment that reports errors; tasks.kind = "
-                f"{recipe.tasks.kind!r} reports none. Use reader.kind = 'model', or a rule with "
-                "detect = 'pattern'"
-            )
-
-
-def _control_problems(recipe: Recipe, reader: ReaderConfig) -> Iterator[str]:
-    """Of controls that would drop every hint."""
-    sources = _hint_sources(reader)
-    for field, choice in (
-        ("reader.control", reader.control),
-        ("hints.contrast", recipe.hints.contrast),
-    ):
-        if choice == "other_kind" and sources is not None and len(sources) < 2:
-            yield (
-                f"{field} = 'other_kind' exchanges hints of different rules, and this reader has "
-                f"one kind of hint. Add a rule, or use {field.partition('.')[2]} = 'random_hint'"
-            )
-    tells_decisions = recipe.tasks.is_environment and recipe.tasks.kind != "toolbox"
-    if reader.control == "mirror_turn" and not (tells_decisions or recipe.tasks.is_recorded):
-        yield (
-            "reader.control = 'mirror_turn' needs an environment that tells decisions apart "
-            f"(Observation.decision); tasks.kind = {recipe.tasks.kind!r} does not. Use "
-            "tasks.kind = 'switchboard', an environment of your own, or control = 'random_turn'"
-        )
-
-
-def _hint_sources(reader: ReaderConfig) -> set[str] | None:
-    """What `Hint.source` can be; None: a custom reader names its sources itself."""
-    if isinstance(reader, CombinedReaderConfig):
-        members = [_hint_sources(member) for member in reader.readers]
-        return None if None in members else {s for member in members for s in member or ()}
-    if isinstance(reader, RuleReaderConfig):
-        return {rule.event or rule.detect for rule in reader.rules}
-    return None if isinstance(reader, CustomReaderConfig) else {reader.kind}
