@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
+from unit.report.corrected import HOSTILE as CORRECTION_HOSTILE
+from unit.report.corrected import make_corrected_batch
 from unit.report.played import hinted, make_episode, make_episode_evaluation
 from unit.viewer.viewed_runs import HOSTILE, hostile, start_run, store, write_run
 
@@ -333,3 +336,35 @@ def test_what_was_written_is_what_the_reader_says(
     reading = HumanReader(HumanReaderConfig(kind="human", path=hints))(trajectories)
     assert reading.hints == (Hint(trajectory="1-2", turn=7, text=HINT, source="human"),)
     assert trajectories[2].turns[7].events[0].details["message"] == "Tool not found: weather"
+
+
+# ── corrected drafts ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_from_a_draft_to_its_corrections_and_back(
+    page: Page, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    from playwright.sync_api import expect
+
+    with start_run(tmp_path / "run") as folder:
+        store(folder, 0, make_corrected_batch())
+    url = serve(RunFolder.read(tmp_path / "run"), tmp_path / "hints.jsonl")
+    head = page.locator(".head")
+    page.goto(f"{url}#/0/0-1-0")
+    expect(page.locator(".critique .text")).to_have_text(f"Count again. {CORRECTION_HOSTILE}")
+    head.get_by_role("link", name="its repair").click()
+    expect(head.locator(".badge.corrected")).to_have_text("repair")
+    expect(turn(page, 1).locator(".fork")).to_have_text("the repaired turn")
+    head.get_by_role("link", name="its draft").click()
+    expect(page.locator(".critique")).to_be_visible()
+
+    row = page.locator("#rows a", has_text="length −0.25")
+    expect(row).to_contain_text(f"rewards: grade 0, length −0.25, {CORRECTION_HOSTILE} not comp")
+    row.click()
+    head.get_by_role("link", name="chosen above it").click()
+    expect(head.locator(".badge.corrected")).to_have_text(["chosen", "better"])
+    page.goto(f"{url}#/0/{quote('0-2-0+takeover')}")
+    mark = "the teacher takes over after 3 tokens of the student"
+    expect(turn(page, 1).locator(".fork")).to_have_text(mark)
+    expect(page.locator("#rows a", has_text="2 tokens replaced by the teacher")).to_have_count(1)
+    assert page.title() == "run · courtside"

@@ -13,6 +13,7 @@ from courtside.types import HintOutcome, Scored, TakeoverOutcome, Trajectory, Tu
 Row = dict[str, Any]
 READER = "reader/"
 DRAFTS = "drafts/"
+TAKEOVER = "takeover/"
 LIMITS = ("length", "turns", "time")
 """Stop reasons of what a limit ended."""
 

@@ -23,7 +23,10 @@ FILES = {
     "page.css": ("courtside.viewer", "text/css"),
     **{
         f"{name}.js": ("courtside.viewer", "text/javascript")
-        for name in ("api", "conversation", "dom", "drafts", "hint_editor", "page", "sidebar")
+        for name in (
+            *("api", "conversation", "corrections", "dom", "drafts", "hint_editor", "page"),
+            "sidebar",
+        )
     },
 }
 """Static files of the page: package and media type. The style sheet is the report's."""

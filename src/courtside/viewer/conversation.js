@@ -1,6 +1,7 @@
 // One trajectory turn by turn, with the hints before its turns.
 
 import { HintEditor } from "./hint_editor.js";
+import { correctionBadges, critiqueEntry, describeScores, forkMark, relatedLinks } from "./corrections.js";
 import { badge, byId, collapsible, formatNats, gradeBadge, make, pluralize, readableName, underlineSpans } from "./dom.js";
 
 const MAX_SYSTEM_CHARS = 300;
@@ -34,7 +35,7 @@ export function show(trajectory, description, actions) {
   const context = trajectory.context
     ? make("details", { class: "context" }, make("summary", {}, "teacher-only context"), make("pre", {}, trajectory.context))
     : null;
-  byId("conversation").replaceChildren(head(trajectory, description, actions), make("div", { class: "turns" }, context, ...parts));
+  byId("conversation").replaceChildren(head(trajectory, description, actions), make("div", { class: "turns" }, context, critiqueEntry(trajectory), ...parts));
   warnAboutMaxHints(file);
   headObserver.disconnect();
   headObserver.observe(byId("conversation").querySelector(".head"));
@@ -96,8 +97,9 @@ function head(trajectory, description, actions) {
   return make("header", { class: "head" },
     make("a", { class: "back", href: `#/${encodeURIComponent(trajectory.key)}` }, "‹ all trajectories"),
     make("h2", {}, trajectory.prompt),
-    make("p", { class: "about" }, gradeBadge(trajectory.grade),
-      make("span", {}, [trajectory.batch, trajectory.id, description].filter(Boolean).join(" · "))),
+    make("p", { class: "about" }, gradeBadge(trajectory.grade), ...correctionBadges(trajectory),
+      make("span", {}, [trajectory.batch, trajectory.id, description, describeScores(trajectory)].filter(Boolean).join(" · "))),
+    relatedLinks(trajectory),
     trajectory.grade?.feedback ? make("p", { class: "caption" }, trajectory.grade.feedback) : null,
     trajectory.held_out
       ? make("p", { class: "caption" }, "A held-out answer. Hints are for training steps: one here would train on what is evaluated.")
@@ -120,7 +122,7 @@ function turnElement(trajectory, turn, editor) {
     title: `turn ${turn.number}: the index in the hints file` }, String(turn.number));
   const body = make("div", { class: "body" });
   if (turn.role === "assistant") {
-    body.append(...turn.hints.map(hintEntry), ...(editor ? [editor.element] : []), assistantEntry(trajectory, turn));
+    body.append(...[forkMark(trajectory, turn)].filter(Boolean), ...turn.hints.map(hintEntry), ...(editor ? [editor.element] : []), assistantEntry(trajectory, turn));
   } else if (turn.messages.length) {
     body.append(...turn.messages.map(({ role, content }) => contextEntry(role, content, role === "system" ? MAX_SYSTEM_CHARS : MAX_MESSAGE_CHARS)));
   } else {

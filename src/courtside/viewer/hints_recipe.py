@@ -26,6 +26,8 @@ def hints_recipe(recipe: Recipe, *, run: Path, hints: Path) -> str:
         tree["tasks"] = {"kind": "trajectories", "path": str(run), "select": "hinted"}
         tree["rollout"] = {"student_fraction": 0.0}
         tree.pop("evaluate", None)  # nothing answers the student there
+    for name in ("drafts", "rewards", "takeover"):  # they are about samples of the student
+        tree.pop(name, None)
     tree["teacher"] = _make_teacher(recipe, tree)
     tree["losses"] = _select_losses(recipe, tree)
     # Resamples are checked by an environment, and stored trajectories have none.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from courtside.report.folder.hints_file import hints_file_id
@@ -13,6 +13,7 @@ from courtside.report.folder.parquet import (
     serialize_hint_outcome,
     serialize_record,
 )
+from courtside.report.page.corrections import find_fork
 from courtside.report.page.token_gaps import TurnGaps, compute_token_gaps
 from courtside.report.summary import shorten
 from courtside.sanitize import show_invisible
@@ -67,6 +68,7 @@ def serialize_outline(outline: Outline) -> Tree:
         "errors": sum(bool(turn.events) for turn in turns),
         "tokens": outline.num_completion_tokens,
         "hints": len(outline.hints),
+        **_serialize_correction(trajectory),
     }
 
 
@@ -74,6 +76,10 @@ def serialize_conversation(stored: StoredTrajectory, user_hints: Mapping[int, Hi
     """A whole trajectory; `user_hints` by turn."""
     trajectory = stored.trajectory
     gaps = compute_token_gaps(stored)
+    is_by_teacher = (
+        trajectory.correction in ("rewrite", "takeover") and trajectory.source == "teacher"
+    )
+    fork, num_tokens = find_fork(trajectory) if is_by_teacher else (None, 0)
     hints: dict[int, list[Tree]] = {}
     for outcome in stored.hints:
         explanation = DROP_REASONS.get(outcome.drop_reason or "", "")
@@ -88,6 +94,8 @@ def serialize_conversation(stored: StoredTrajectory, user_hints: Mapping[int, Hi
         "stop": trajectory.stop,
         "grade": trajectory.grade and serialize_record(trajectory.grade),
         "teacher": stored.teacher,
+        "critique": trajectory.critique,
+        **_serialize_correction(trajectory),
         # The context of a hinted trajectory repeats the hints.
         "context": None if stored.hints else stored.context,
         "turns": [
@@ -103,11 +111,45 @@ def serialize_conversation(stored: StoredTrajectory, user_hints: Mapping[int, Hi
                 ],
                 "tokens": sum(turn.completion_mask),
                 "gap": _mean_gap(gaps[number]),
+                "fork": num_tokens if number == fork else None,
                 "hints": hints.get(number, []),
                 "user_hint": serialize_user_hint(user_hints.get(number)),
             }
             for number, turn in enumerate(trajectory.turns)
         ],
+    }
+
+
+def find_related(rows: Sequence[Tree], id: str) -> list[Tree]:
+    """The draft of a trajectory, its corrections, and the other member of its preference pair;
+    `rows` are those of its batch."""
+    center = next((row for row in rows if row["id"] == id), None)
+    if center is None:
+        return []
+    related = []
+    for row in rows:
+        if row["id"] == id:
+            continue
+        if row["id"] == center["draft"]:
+            relation = "draft"
+        elif row["draft"] == id:
+            relation = "correction"
+        elif row["pair"] is not None and row["pair"] == center["pair"]:
+            relation = "pair"
+        else:
+            continue
+        names = ("id", "correction", "preference", "is_pair_copy")
+        related.append({**{name: row[name] for name in names}, "relation": relation})
+    return related
+
+
+def _serialize_correction(trajectory: Trajectory) -> Tree:
+    names = ("draft", "correction", "preference", "pair", "num_replaced", "is_pair_copy")
+    fields = {name: getattr(trajectory, name) for name in names}
+    return {
+        **fields,
+        "has_critique": trajectory.critique is not None,
+        "rewards": dict(trajectory.rewards),
     }
 
 

@@ -30,6 +30,7 @@ from courtside.viewer.hints import HintsEditor
 from courtside.viewer.hints_recipe import hints_recipe
 from courtside.viewer.serialize import (
     Tree,
+    find_related,
     serialize_conversation,
     serialize_outline,
     serialize_user_hint,
@@ -102,6 +103,7 @@ class RunService:
             user_hints = self._hints.of_trajectory(hints_file_id(stored.trajectory))
             return {
                 **serialize_conversation(stored, {} if batch.is_held_out else user_hints),
+                "related": find_related(self._read_outlines(batch), id),
                 "key": key,
                 "batch": batch.title,
                 "held_out": batch.is_held_out,

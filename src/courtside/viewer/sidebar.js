@@ -1,6 +1,7 @@
 // The batches of a run (training steps, held-out evaluations), and the trajectories of one.
 
 import { draftedIds } from "./drafts.js";
+import { correctionBadges, describeScores } from "./corrections.js";
 import { byId, describeRow, gradeBadge, make, pluralize } from "./dom.js";
 
 export const filters = { errors: false, hints: false, user_hints: false };
@@ -61,10 +62,10 @@ function item(row, isCurrent, key, hasDraft) {
   return make("li", {},
     make("a", { href: `#/${encodeURIComponent(key)}/${encodeURIComponent(row.id)}`, title: row.id, "aria-current": isCurrent ? "true" : null },
       make("span", { class: "prompt-line" }, row.prompt),
-      make("span", { class: "about" }, gradeBadge(row.grade), make("span", {}, describeRow(row)),
+      make("span", { class: "about" }, gradeBadge(row.grade), make("span", {}, [describeRow(row), describeScores(row)].filter(Boolean).join(" · ")), ...correctionBadges(row),
         row.hints ? make("span", { class: "chip" }, pluralize(row.hints, "hint")) : null,
         row.user_hints ? make("span", { class: "chip user-hint" }, pluralize(row.user_hints, "own hint")) : null,
-        hasDraft ? make("span", { class: "chip draft" }, "draft") : null)));
+        hasDraft ? make("span", { class: "chip draft" }, "unsaved hint") : null)));
 }
 
 export function showHintsFile(file) {

@@ -42,6 +42,12 @@ CHANGES: list[dict[str, Any]] = [
     },
     {"teacher": None, "losses": [{"kind": "policy_gradient", "advantage": "reward"}],
      "rollout": {"samples_per_prompt": 4}},
+    {"teacher": None,
+     "rewards": [{"kind": "grade"}, {"kind": "length", "free_tokens": 2, "max_tokens": 4}],
+     "rollout": {"samples_per_prompt": 4}, "drafts": [{"kind": "choose"}],
+     "losses": [{"kind": "preference"}, {"kind": "policy_gradient", "advantage": "reward"}]},
+    {"teacher": {"kind": "model", "model": "m"}, "takeover": {"at": 0.5},
+     "losses": [{"kind": "cross_entropy", "on": "teacher"}]},
     HINTED
     | {
         "reader": {"kind": "human", "path": "old.jsonl", "max_chars": 50},

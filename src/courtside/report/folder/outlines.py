@@ -23,7 +23,7 @@ COLUMNS = [
     *PLAIN,
     *DRAFT,
     *(f"grade_{name}" for name in GRADE),
-    *("task", "hints"),
+    *("task", "hints", "rewards", "num_replaced"),
     *(f"{TURN}.role", f"{TURN}.completion_mask", f"{TURN}.events.list.element.kind"),
 ]
 

@@ -21,6 +21,7 @@ from courtside.report.folder.locking import dump_recipe
 from courtside.report.folder.parquet import StoredTrajectory
 from courtside.report.metrics import is_multi_turn
 from courtside.report.page.changed_tasks import render_changed_tasks
+from courtside.report.page.corrections import render_corrections
 from courtside.report.page.curves import (
     error_figure,
     evaluation_figure,
@@ -99,6 +100,7 @@ def _make_sections(
         Section("Metrics", curves),
         Section("More metrics", _render_grid(more) if more else "", is_folded=True),
         Section("Hints", render_hints(reader, metrics, decode)),
+        Section("Corrected drafts", render_corrections(metrics, stored, decode)),
         Section("Tokens with the largest shift", _render_shifted(stored, decode)),
         Section("Costs", render_costs(reader.read(folder.read_costs, {}))),
         Section("Episodes", _render_episodes(stored, decode)),

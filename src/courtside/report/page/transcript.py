@@ -16,7 +16,7 @@ from courtside.report.page.token_gaps import (
     render_text,
     render_turn_text,
 )
-from courtside.report.summary import format_signed, shorten
+from courtside.report.summary import format_number, format_signed, shorten
 from courtside.types import Event, Grade, HintOutcome, Message, Trajectory, Turn
 
 MAX_TURNS = 40
@@ -178,20 +178,40 @@ def render_grade(grade: Grade | None) -> str:
 
 
 def describe_episode(trajectory: Trajectory) -> list[str]:
-    """`["5 turns", "2 with errors", "81 tokens (truncated)"]`; of a single turn only the tokens."""
+    """`["5 turns", "2 with errors", "81 tokens (truncated)"]`; of a single turn only the tokens.
+
+    Then tokens that the teacher replaced, and rewards by name, where there are any.
+    """
     reasons = {
         "length": " (truncated)",
         "time": " (out of time)",
         "turns": " (out of turns)",
         "fault": " (fault of the environment)",
     }
-    tokens = f"{trajectory.num_completion_tokens} tokens{reasons.get(trajectory.stop, '')}"
+    num_tokens = pluralize(trajectory.num_completion_tokens, "token")
+    tokens = f"{num_tokens}{reasons.get(trajectory.stop, '')}"
+    facts = [tokens]
+    if trajectory.num_replaced is not None:
+        facts.append(f"{trajectory.num_replaced:,} replaced by the teacher")
+    if trajectory.rewards:
+        facts.append(f"rewards: {describe_rewards(trajectory.rewards)}")
     if not is_multi_turn(trajectory):
-        return [tokens]
+        return facts
     turns = [turn for turn in trajectory.turns if turn.role == "assistant"]
     num_errors = sum(bool(turn.events) for turn in turns)
     errors = [f"{num_errors} with errors"] if num_errors else []
-    return [pluralize(len(turns), "turn"), *errors, tokens]
+    return [pluralize(len(turns), "turn"), *errors, *facts]
+
+
+def describe_rewards(rewards: Mapping[str, float | None]) -> str:
+    """
+    >>> describe_rewards({"grade": 1.0, "length": -0.25, "style": None})
+    'grade 1, length −0.25, style not computed'
+    """
+    return ", ".join(
+        f"{name} {'not computed' if value is None else format_number(value).replace('-', '−')}"
+        for name, value in rewards.items()
+    )
 
 
 def pluralize(number: int, noun: str) -> str:
