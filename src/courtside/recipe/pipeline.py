@@ -48,29 +48,41 @@ class GateConfig(Section):
 
 
 class StageConfig(Section):
+    """A recipe with a name."""
+
     name: StageName
+    """Letters, digits, `-` and `_`: it names the stage's folder. Others refer to it as
+    `stage:NAME`."""
     recipe: str | None = None
     """A recipe's file, relative to the pipeline's, or a built-in recipe. Unset: `base`."""
     remove: tuple[str, ...] = ()
     """Fields of that recipe to leave out, e.g. `teacher` or `student.lora`."""
     gate: GateConfig | None = None
+    """Unset: later stages run whatever was lost."""
     changes: Mapping[str, Any] = Field(default_factory=dict)
-    """The recipe's sections that the stage has itself; they are merged over its recipe."""
+    """The recipe's sections that the stage has itself, merged over its recipe key by key. A section
+    of another `kind` and a list (`losses`) replace the old one."""
 
 
 SplitStage = Annotated[StageConfig, BeforeValidator(lambda tree: _split_stage(tree))]
 
 
 class LoopConfig(Section):
+    """Stages that are run in turn, several times."""
+
     repeat: PositiveInt
     """How often; `{iteration}` in a text of its stages is the number, from 1."""
     stages: Annotated[tuple[SplitStage, ...], Field(min_length=1)]
+    """Names without `{iteration}` get it at their end."""
 
 
 class PipelineConfig(Section):
+    """All keys of the file."""
+
     base: str | Mapping[str, Any] | None = None
     """The recipe that stages change: a file or a built-in recipe, or its sections."""
     stages: Annotated[tuple[Mapping[str, Any], ...], Field(min_length=1)]
+    """In the order in which they run: each a stage, or with `repeat` a repetition of stages."""
 
 
 # ── the stages, in order ─────────────────────────────────────────────────────────────────────────
