@@ -23,8 +23,13 @@ from python_api import api_page
 from courtside.experiment.config import ExperimentConfig
 from courtside.recipe import Recipe
 from courtside.recipe.base import RefusedValue
-from courtside.recipe.pipeline import SECTION_NAMES, LoopConfig, PipelineConfig, StageConfig
 from courtside.recipe.pipeline_schema import make_pipeline_schema
+from courtside.recipe.pipeline_sections import (
+    SECTION_NAMES,
+    LoopConfig,
+    PipelineConfig,
+    StageConfig,
+)
 from courtside.recipe.schema import (
     is_section,
     section_kind,

@@ -12,14 +12,12 @@ import pytest
 from courtside.errors import RecipeError
 from courtside.pipeline.overlap import describe_overlap
 from courtside.recipe.load import load_recipe, parse_recipe
-from courtside.recipe.pipeline import (
+from courtside.recipe.pipeline import is_pipeline, load_pipeline, parse_pipeline
+from courtside.recipe.pipeline_sections import (
     GateConfig,
     LoopConfig,
     PipelineConfig,
     StageConfig,
-    is_pipeline,
-    load_pipeline,
-    parse_pipeline,
 )
 from courtside.recipe.recipe import Recipe
 from courtside.types import Message, Task

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from courtside.recipe.pipeline import GateConfig, LoopConfig, PipelineConfig, StageConfig
+from courtside.recipe.pipeline_sections import GateConfig, LoopConfig, PipelineConfig, StageConfig
 from courtside.recipe.recipe import Recipe
 
 PIPELINE_SECTIONS = (PipelineConfig, LoopConfig, StageConfig, GateConfig)
