@@ -84,6 +84,7 @@ STEP = (
         ),
         owner="student",
     ),
+    Stage("drafts", "Trajectory", (("drafts/base.py", "drafts chosen, rewritten, criticized"),)),
     Stage("reader", "Hint", (("reader/base.py", "hints for turns that went wrong"),)),
     Stage(
         "teacher", "Scored, Target",

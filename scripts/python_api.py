@@ -106,7 +106,8 @@ def _class_block(value: type) -> Iterator[str]:
     if text := ast.get_docstring(node):
         yield _prose(text)
     rows, methods = [], []
-    for member, following in zip(node.body, [*node.body[1:], None], strict=True):
+    body = [*node.body, *_inherited_methods(value)]
+    for member, following in zip(body, [*body[1:], None], strict=True):
         if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
             default = "" if member.value is None else f" = {_plain_default(member.value)}"
             meaning = _attribute_docstring(following)
@@ -120,6 +121,15 @@ def _class_block(value: type) -> Iterator[str]:
             else:
                 methods.append((f"`{_signature(member)}`", text))
     yield from _tables(rows, methods)
+
+
+def _inherited_methods(value: type) -> Iterator[Any]:
+    """Those of this package's classes; a class's page shows them as if they were its own."""
+    for base in value.__mro__[1:]:
+        if base.__module__.startswith("courtside."):
+            for name, member in vars(base).items():
+                if inspect.isfunction(member) and getattr(value, name) is member:
+                    yield _parse(member)
 
 
 def _tables(rows: Sequence[tuple[str, str]], methods: Sequence[tuple[str, str]]) -> Iterator[str]:

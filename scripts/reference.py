@@ -1,4 +1,4 @@
-"""Generates docs/reference (recipe, experiment, CLI, schema) and docs/python-api.md from the code.
+"""Generates docs/reference (files, schemas, command line) and docs/python-api.md from the code.
 
 With `--check` it writes nothing: it exits with 1 if a page is out of date, or if the tables of
 docs/metrics.md do not have the metric keys of the code.
@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from metric_keys import find_problems
@@ -23,6 +23,13 @@ from python_api import api_page
 from courtside.experiment.config import ExperimentConfig
 from courtside.recipe import Recipe
 from courtside.recipe.base import RefusedValue
+from courtside.recipe.pipeline_schema import make_pipeline_schema
+from courtside.recipe.pipeline_sections import (
+    SECTION_NAMES,
+    LoopConfig,
+    PipelineConfig,
+    StageConfig,
+)
 from courtside.recipe.schema import (
     is_section,
     section_kind,
@@ -44,11 +51,11 @@ def main() -> int:
     pages = {
         "reference/recipe.md": recipe_page(),
         "reference/experiment.md": experiment_page(),
+        "reference/pipeline.md": pipeline_page(),
         "reference/cli.md": command_page(),
         "python-api.md": api_page(GENERATED_BY),
-        "reference/recipe.schema.json": json.dumps(
-            Recipe.model_json_schema(), indent=2, ensure_ascii=False
-        ),
+        "reference/recipe.schema.json": schema_file(Recipe.model_json_schema()),
+        "reference/pipeline.schema.json": schema_file(make_pipeline_schema()),
     }
     stale = [name for name, text in pages.items() if _read(DOCS / name) != text.rstrip() + "\n"]
     if check:
@@ -62,11 +69,15 @@ def main() -> int:
     return 0
 
 
+def schema_file(schema: Mapping[str, Any]) -> str:
+    return json.dumps(schema, indent=2, ensure_ascii=False)
+
+
 def _read(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
-# ── the recipe ───────────────────────────────────────────────────────────────────────────────────
+# ── the files ────────────────────────────────────────────────────────────────────────────────────
 
 
 class Headings:
@@ -100,11 +111,31 @@ def experiment_page() -> str:
     return file_page("experiment", ExperimentConfig, about)
 
 
-def file_page(name: str, root: type[BaseModel], about: str) -> str:
+def pipeline_page() -> str:
+    about = (
+        "A pipeline is a TOML file with `[[stages]]` ([how](../pipelines.md)). A key can be "
+        "changed on the command line, as in `courtside train MINE.toml stages.NAME.train.steps=10 "
+        "base.seed=1`. Unknown keys, wrong types and references to stages that do not exist are "
+        "refused before anything runs. `courtside schema --pipeline` prints the same as JSON "
+        "schema, for editors."
+    )
+    parts = {"stages": StageConfig, "stages, with repeat": LoopConfig}
+    return file_page("pipeline", PipelineConfig, about, parts)
+
+
+def file_page(
+    name: str,
+    root: type[BaseModel],
+    about: str,
+    parts: Mapping[str, type[BaseModel]] = MappingProxyType({}),
+) -> str:
+    """`parts`: sections that no type of `root` names, by their titles."""
     headings = Headings()
     sections = [(name, root)]
     for key, field in root.model_fields.items():
         sections += _sections(key, field.annotation)
+    for title, part in parts.items():
+        sections += _one_section(title, title, part)
     for title, section in sections:
         headings.titles.setdefault(section, title)
     blocks = [f"# {name.capitalize()} reference", GENERATED_BY, about]
@@ -141,18 +172,25 @@ def _section_block(section: type[BaseModel], title: str, headings: Headings) -> 
     if text := section.__dict__.get("__doc__"):
         yield " ".join(text.split())
     rows = [
-        (
-            f"`{field.alias or name}`",
-            _describe_type(field.annotation, field.metadata, headings),
-            _default(field),
-            _one_line(field.description),
-        )
+        (*_describe_key(section, name, field, headings), _one_line(field.description))
         for name, field in section.model_fields.items()
         if name != "kind"
     ]
     if kind := section_kind(section):
         rows.insert(0, ("`kind`", f'`"{kind}"`', "required", ""))
     yield table(("key", "value", "default", "meaning"), rows)
+
+
+def _describe_key(
+    section: type[BaseModel], name: str, field: FieldInfo, headings: Headings
+) -> tuple[str, str, str]:
+    """Key, value and default."""
+    if section is StageConfig and name == "changes":
+        # In the file, the sections stand in the stage itself.
+        keys = ", ".join(f"`{key}`" for key in SECTION_NAMES)
+        return keys, "as in a [recipe](recipe.md)", "unset"
+    value = _describe_type(field.annotation, field.metadata, headings)
+    return f"`{field.alias or name}`", value, _default(field)
 
 
 def _describe_type(annotation: Any, metadata: Sequence[Any], headings: Headings) -> str:
@@ -174,6 +212,8 @@ def _describe_type(annotation: Any, metadata: Sequence[Any], headings: Headings)
         if members[-1] is Ellipsis:
             return f"list of: {_describe_type(members[0], [], headings)}{limits}"
         return f"list of {len(members)}: {_describe_type(members[0], [], headings)}"
+    if annotation == Mapping[str, Any]:
+        return "table"
     if get_origin(annotation) is Mapping:
         return f"table: name → {_describe_type(members[1], [], headings)}{limits}"
     return TYPE_NAMES[annotation] + limits

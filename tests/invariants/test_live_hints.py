@@ -302,7 +302,8 @@ def test_a_run_records_what_a_run_that_scores_before_does(
     before = train(tree(roomy_folder, hints=EVERY), tmp_path / "before")
     for live_row, row in zip(live.metrics(), before.metrics(), strict=True):
         assert live_row.keys() - row.keys() <= {"seconds/teacher"}
-        shared = [k for k in row if k in live_row and "second" not in k]
+        shared = [k for k in row if k in live_row and "second" not in k and "cost/" not in k]
+        assert live_row["cost/teacher_tokens"] < row["cost/teacher_tokens"], "no second pass"
         assert {k: live_row[k] for k in shared} == pytest.approx(
             {k: row[k] for k in shared}, rel=1e-3, abs=1e-4
         )

@@ -126,7 +126,7 @@ def test_the_gate_is_decided_by_the_lower_end(tree: Tree, tmp_path: Path) -> Non
     """Of an interval whose mean alone would pass."""
     from courtside.pipeline.gate import decide_gate
     from courtside.recipe.load import parse_recipe
-    from courtside.recipe.pipeline import GateConfig
+    from courtside.recipe.pipeline_sections import GateConfig
     from courtside.types import Evaluation
 
     tree["base"]["tasks"] = tree["stages"][1]["tasks"]

@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 import typer
 
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A TOML file, or a built-in recipe's name.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -31,9 +34,7 @@ VIEWER_PACKAGES = ("fastapi", "starlette", "uvicorn")
 
 
 def train(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A TOML file, or a built-in recipe's name.")
-    ],
+    recipe: RecipeName,
     overrides: Overrides = None,
     run: Annotated[
         Path | None,
@@ -72,9 +73,7 @@ def train(
 
 
 def show(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A TOML file, or a built-in recipe's name.")
-    ],
+    recipe: RecipeName,
     overrides: Overrides = None,
     all_tokens: Annotated[
         bool, typer.Option("--all", help="Every token of long sequences, not their ends alone.")
@@ -354,9 +353,14 @@ def init(
     typer.echo(f"Edit it, then: courtside train {shlex.quote(str(target))}")
 
 
-def schema() -> None:
+def schema(
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="That of a pipeline instead.")
+    ] = False,
+) -> None:
     """Print the JSON schema of a recipe, for editors."""
     from courtside.cli.tables import print_json
     from courtside.recipe import Recipe
+    from courtside.recipe.pipeline_schema import make_pipeline_schema
 
-    print_json(Recipe.model_json_schema())
+    print_json(make_pipeline_schema() if pipeline else Recipe.model_json_schema())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from courtside.cli.commands import Json, Overrides
+from courtside.cli.commands import Json, Overrides, RecipeName
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,9 +20,7 @@ GIB = 2**30
 
 
 def plan(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A TOML file, or a built-in recipe's name.")
-    ],
+    recipe: RecipeName,
     overrides: Overrides = None,
     gpu: Annotated[
         str,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from courtside.errors import RunError
 from courtside.evaluate.comparisons import compare_scores
-from courtside.recipe.pipeline import GateConfig
+from courtside.recipe.pipeline_sections import GateConfig
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.pipeline_folder import GateDecision
 from courtside.types import Evaluation

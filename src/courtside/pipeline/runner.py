@@ -20,7 +20,8 @@ from courtside.pipeline.inputs import (
     refuse_changed_stage,
 )
 from courtside.pipeline.reporting import write_pipeline_report
-from courtside.recipe.pipeline import GateConfig, Pipeline, Stage
+from courtside.recipe.pipeline import Pipeline, Stage
+from courtside.recipe.pipeline_sections import GateConfig
 from courtside.report.console import RunConsole
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.pipeline_folder import PipelineFolder, StageRecord

@@ -11,14 +11,22 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, StringConstraints, ValidationError
+from pydantic import ValidationError
 
 from courtside.errors import RecipeError
-from courtside.recipe.base import Fraction, Section
+from courtside.recipe.base import Section
 from courtside.recipe.builtin import find_recipe
 from courtside.recipe.load import apply_override, parse_recipe, read_tree
+from courtside.recipe.pipeline_sections import (
+    SECTION_NAMES,
+    GateConfig,
+    LoopConfig,
+    PipelineConfig,
+    StageConfig,
+    split_stage,
+)
 from courtside.recipe.recipe import Recipe
 from courtside.recipe.stage_trees import (
     ITERATION,
@@ -30,47 +38,8 @@ from courtside.recipe.stage_trees import (
     substitute_iteration,
 )
 
-NAME_RULE = r"^[A-Za-z0-9](?:[A-Za-z0-9_-]|\{iteration\})*$"
-StageName = Annotated[str, StringConstraints(pattern=NAME_RULE, max_length=60)]
-SECTION_NAMES = tuple(Recipe.model_fields)
 MAX_STAGES = 999
 """After repetition; their folders are numbered."""
-
-
-class GateConfig(Section):
-    """At most so much may be lost on a suite, or the pipeline ends."""
-
-    suite: str
-    """A name in `evaluate.suites` of this stage and of the one that the student started in."""
-    max_loss: Fraction
-    """Of the mean score, compared with the student before the pipeline: the lower end of the paired
-    difference's 95% interval must not be below minus this."""
-
-
-class StageConfig(Section):
-    name: StageName
-    recipe: str | None = None
-    """A recipe's file, relative to the pipeline's, or a built-in recipe. Unset: `base`."""
-    remove: tuple[str, ...] = ()
-    """Fields of that recipe to leave out, e.g. `teacher` or `student.lora`."""
-    gate: GateConfig | None = None
-    changes: Mapping[str, Any] = Field(default_factory=dict)
-    """The recipe's sections that the stage has itself; they are merged over its recipe."""
-
-
-SplitStage = Annotated[StageConfig, BeforeValidator(lambda tree: _split_stage(tree))]
-
-
-class LoopConfig(Section):
-    repeat: PositiveInt
-    """How often; `{iteration}` in a text of its stages is the number, from 1."""
-    stages: Annotated[tuple[SplitStage, ...], Field(min_length=1)]
-
-
-class PipelineConfig(Section):
-    base: str | Mapping[str, Any] | None = None
-    """The recipe that stages change: a file or a built-in recipe, or its sections."""
-    stages: Annotated[tuple[Mapping[str, Any], ...], Field(min_length=1)]
 
 
 # ── the stages, in order ─────────────────────────────────────────────────────────────────────────
@@ -213,21 +182,12 @@ def _read_recipe(recipe: str, folder: Path) -> dict[str, Any]:
     return read_tree(local if local.is_file() else find_recipe(recipe))
 
 
-def _split_stage(value: Any) -> Any:
-    """The recipe's sections of a stage under `changes`, apart from what the stage itself has."""
-    if not isinstance(value, Mapping) or "changes" in value:
-        return value
-    plain = {key: item for key, item in value.items() if key not in SECTION_NAMES}
-    changes = {key: item for key, item in value.items() if key in SECTION_NAMES}
-    return {**plain, "changes": changes} if changes else plain
-
-
 def _expand(config: PipelineConfig, name: str) -> Iterator[tuple[StageConfig, str]]:
     """The stages one by one, each with the name that it has in the file."""
     for index, tree in enumerate(config.stages):
         where = f"stages[{index}]"
         if "repeat" not in tree:
-            stage = _validate(StageConfig, _split_stage(tree), name, where)
+            stage = _validate(StageConfig, split_stage(tree), name, where)
             if ITERATION in json.dumps(tree):
                 raise RecipeError(
                     f"{name}:\n  {where}: {ITERATION} is the number of a repetition, and this "

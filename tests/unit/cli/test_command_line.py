@@ -220,6 +220,12 @@ def test_schema_is_the_recipe_s() -> None:
     assert json.loads(run("schema").stdout) == Recipe.model_json_schema()
 
 
+def test_schema_of_a_pipeline() -> None:
+    from courtside.recipe.pipeline_schema import make_pipeline_schema
+
+    assert json.loads(run("schema", "--pipeline").stdout) == make_pipeline_schema()
+
+
 def test_version() -> None:
     assert run("--version").stdout == f"courtside {courtside.__version__}\n"
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from courtside.errors import RecipeError, UserError
 from courtside.files import read_regular_file
@@ -43,6 +43,7 @@ from courtside.report.folder.frames import (
 )
 from courtside.report.folder.locking import (
     RECIPE,
+    LockedFolder,
     acquire_lock,
     dump_recipe,
     find_differences,
@@ -70,13 +71,8 @@ TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 FURTHER_EVALUATIONS = "further_evaluations.jsonl"
 
 
-class RunFolder:
+class RunFolder(LockedFolder):
     """`open` locks the folder for writing until `close`; `read` opens it read-only."""
-
-    def __init__(self, path: Path, lock: int | None) -> None:
-        """Use `open` or `read`. `lock` is a file descriptor; None: read-only."""
-        self.path = path
-        self._lock = lock
 
     @classmethod
     def open(cls, path: str | Path, recipe: Recipe) -> RunFolder:
@@ -117,18 +113,6 @@ class RunFolder:
                 "`courtside train` wrote"
             )
         return cls(path, None)
-
-    def close(self) -> None:
-        """Release the lock, as the end of the process does too."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def checkpoints(self) -> Path:

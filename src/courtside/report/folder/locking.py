@@ -1,12 +1,12 @@
-"""Access to a run folder: one writing process at a time, and always the same recipe."""
+"""Access to a folder of a run or a pipeline: one writing process at a time, and one recipe."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Recipe
@@ -39,8 +39,33 @@ CHANGEABLE_FIELDS = (
 and when the run ends. Training is the same up to rounding."""
 
 
-def refuse_foreign_folder(path: Path) -> None:
-    """Refuse to write into a folder with other files."""
+class LockedFolder:
+    """A folder that is locked for writing until `close`, or is open for reading alone."""
+
+    def __init__(self, path: Path, lock: int | None) -> None:
+        """Use `open` or `read`. `lock` is a file descriptor; None: read-only."""
+        self.path = path
+        self._lock = lock
+
+    def close(self) -> None:
+        """Release the lock, as the end of the process does too."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def create_folder(path: Path, *, marker: str, expected: Collection[str]) -> set[str]:
+    """Create a folder if there is none, and list the names of foreign files in it.
+
+    A folder that has the file `marker` has none. `expected` names what a first start leaves that
+    was killed before it wrote `marker`.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         names = {entry.name for entry in path.iterdir()}
@@ -51,10 +76,15 @@ def refuse_foreign_folder(path: Path) -> None:
             f"{path}: cannot be created or listed ({error.strerror}). Give a folder that you "
             "may write to"
         ) from None
-    # Left by a first start that was killed before it wrote the recipe.
-    expected = {LOCK, "checkpoints", "trajectories", "environment.json"}
-    foreign = {name for name in names - expected if not name.endswith(TEMPORARY)}
-    if foreign and RECIPE not in names:
+    if marker in names:
+        return set()
+    return {name for name in names - {LOCK, *expected} if not name.endswith(TEMPORARY)}
+
+
+def refuse_foreign_folder(path: Path) -> None:
+    """Refuse to write a run into a folder with other files."""
+    expected = ("checkpoints", "trajectories", "environment.json")
+    if foreign := create_folder(path, marker=RECIPE, expected=expected):
         raise UserError(
             f"{path}: has files ({', '.join(sorted(foreign)[:3])}…) but no {RECIPE}, so it is no "
             "run folder. Give a new or an empty folder"

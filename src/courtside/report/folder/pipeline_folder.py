@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from courtside.errors import UserError
 from courtside.files import read_regular_file
@@ -23,7 +23,7 @@ from courtside.report.folder.files import (
     explain_write_errors,
     replace_file,
 )
-from courtside.report.folder.locking import LOCK, RECIPE, acquire_lock
+from courtside.report.folder.locking import RECIPE, LockedFolder, acquire_lock, create_folder
 from courtside.report.summary import format_points
 from courtside.report.versions import collect_versions
 from courtside.types import SCHEMA_VERSION
@@ -79,12 +79,8 @@ class StageRecord:
     gate: GateDecision | None = None
 
 
-class PipelineFolder:
+class PipelineFolder(LockedFolder):
     """`open` locks the folder for writing until `close`; `read` opens it read-only."""
-
-    def __init__(self, path: Path, lock: int | None) -> None:
-        self.path = path
-        self._lock = lock
 
     @classmethod
     def open(cls, path: Path, stage_names: Sequence[str]) -> PipelineFolder:
@@ -107,17 +103,6 @@ class PipelineFolder:
         if not is_pipeline_folder(path):
             raise UserError(f"{path}: not the folder of a pipeline (it has no {PIPELINE})")
         return cls(path, None)
-
-    def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def stage_names(self) -> list[str]:
@@ -224,18 +209,6 @@ def _stage_name(folder_name: str) -> str:
 
 
 def _refuse_foreign_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        names = {entry.name for entry in path.iterdir()}
-    except (FileExistsError, NotADirectoryError):
-        raise UserError(f"{path}: is a file, or lies below one. Give another folder") from None
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be created or listed ({error.strerror}). Give a folder that you may "
-            "write to"
-        ) from None
-    expected = {LOCK, STAGES}
-    foreign = {name for name in names - expected if not name.endswith(TEMPORARY)}
-    if foreign and PIPELINE not in names:
-        what = "is a run folder" if RECIPE in names else "has other files"
+    if foreign := create_folder(path, marker=PIPELINE, expected=(STAGES,)):
+        what = "is a run folder" if RECIPE in foreign else "has other files"
         raise UserError(f"{path}: {what}, and a pipeline needs one of its own. Give another folder")
