@@ -163,6 +163,10 @@ class Turn:
         assert len(self.completion_mask) == len(self.token_ids) >= self.num_generation_prompt_tokens
         assert self.sampler_logp is None or len(self.sampler_logp) == len(self.token_ids)
 
+    def as_context(self) -> Turn:
+        """The same ids, of which none trains."""
+        return replace(self, completion_mask=(False,) * len(self.token_ids), sampler_logp=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:

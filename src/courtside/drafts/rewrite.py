@@ -119,7 +119,7 @@ class Rewriter:
             return "unchanged"
         messages = draft.task.messages if turn == 1 else (PROBE_PROMPT,)
         ids = self.template.renderer.completion_ids(messages, text)
-        context = tuple(mask_turn(t) for t in draft.turns[:turn])
+        context = tuple(t.as_context() for t in draft.turns[:turn])
         if sum(len(t.token_ids) for t in context) + len(ids) > self.context_length:
             return "too_long_for_student"
         grade = None
@@ -152,7 +152,7 @@ def make_worse_member(draft: Trajectory, turn: int) -> Trajectory:
     its pair must differ in that turn only."""
     if draft.hintable_turns == (turn,) and turn == len(draft.turns) - 1:
         return replace(draft, preference="worse", pair=name_pair(draft))
-    context = tuple(mask_turn(t) for t in draft.turns[:turn])
+    context = tuple(t.as_context() for t in draft.turns[:turn])
     return replace(
         draft,
         id=f"{draft.id}+draft",
@@ -167,11 +167,6 @@ def make_worse_member(draft: Trajectory, turn: int) -> Trajectory:
 
 def name_pair(draft: Trajectory) -> str:
     return f"{draft.id}+rewrite"
-
-
-def mask_turn(turn: Turn) -> Turn:
-    """As context: nothing of it trains."""
-    return replace(turn, completion_mask=(False,) * len(turn.token_ids), sampler_logp=None)
 
 
 def is_episode(trajectory: Trajectory) -> bool:

@@ -52,7 +52,7 @@ class Fork:
     @property
     def trunk(self) -> tuple[Turn, ...]:
         """The turns before the fork's, masked: they do not train."""
-        return tuple(mask_turn(turn) for turn in self.draft.turns[: self.turn])
+        return tuple(turn.as_context() for turn in self.draft.turns[: self.turn])
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -75,10 +75,6 @@ class Continuation:
     num_input_tokens: int = 0
     drop_reason: str | None = None
     """Why it cannot train; None: its grade decides."""
-
-
-def mask_turn(turn: Turn) -> Turn:
-    return replace(turn, completion_mask=(False,) * len(turn.token_ids), sampler_logp=None)
 
 
 def finish_turn(fork: Fork, sample: Sample, text: str) -> Turn:

@@ -169,10 +169,7 @@ class CorrectedRollout:
             texts = [text for e in turn.events if (text := e.detail("correct"))]
             if not texts:
                 continue
-            context = tuple(
-                replace(t, completion_mask=(False,) * len(t.token_ids), sampler_logp=None)
-                for t in trajectory.turns[:index]
-            )
+            context = tuple(t.as_context() for t in trajectory.turns[:index])
             ids = self.template.renderer.completion_ids((PROBE_PROMPT,), texts[0])
             reply = Sample(token_ids=ids, logp=(), stop="dataset", text=texts[0])
             yield replace(
