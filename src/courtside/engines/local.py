@@ -31,12 +31,14 @@ from courtside.engines.base import (
 )
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, score_positions
+from courtside.engines.forward.state_passes import StatePasses, probe_state_passes
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_trees
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.cuda_graphs import CudaGraphs
 from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.kv_cache import POSITION_STEP, KVCachePool
 from courtside.engines.generation.left_padded import LeftPaddedBatch
+from courtside.engines.generation.recurrent_session import RecurrentBatch, RecurrentSession
 from courtside.engines.generation.sampler import SampleBuffer
 from courtside.engines.generation.session import CachedSession, decode
 from courtside.engines.lm_head import find_lm_head
@@ -134,18 +136,29 @@ class LocalEngine:
         num_rows = len(requests)
         if self.stateless_reason is None:
             return self.session(num_rows).sample(range(num_rows), requests, sampling)
+        if self.state_passes is not None:
+            session = self._recurrent_session(num_rows, self.state_passes, retain_states=False)
+            return session.sample(range(num_rows), requests, sampling)
         prompts = [request.prompt_ids for request in requests]
         with self.autocast_context():
-            batch = LeftPaddedBatch(self.model, prompts, pad_id=self.pad_id)
+            batch = self.decode_batch(prompts)
             return decode(
                 batch.order, batch.prefill(), batch.advance, requests=requests, sampling=sampling,
                 head=self.head, buffer=self.make_buffer(num_rows, sampling),
             )  # fmt: skip
 
+    def decode_batch(self, prompts: Sequence[tuple[int, ...]]) -> LeftPaddedBatch | RecurrentBatch:
+        """Prompts that are decoded eagerly; inside autocast."""
+        if self.stateless_reason is not None and self.state_passes is not None:
+            return RecurrentBatch(self.state_passes, prompts)
+        return LeftPaddedBatch(self.model, prompts, pad_id=self.pad_id)
+
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
     def session(self, num_rows: int, *, row_capacity: int | None = None) -> Session:
         """Multi-turn conversations, one per row."""
+        if self.stateless_reason is not None and self.state_passes is not None:
+            return self._recurrent_session(num_rows, self.state_passes)
         if self.stateless_reason is not None:
             return StatelessSession(self.sample, num_rows=num_rows, note=self.stateless_reason)
         if self.uses_continuous_batching:
@@ -158,6 +171,32 @@ class LocalEngine:
             make_buffer=self.make_buffer,
             autocast_context=self.autocast_context,
         )
+
+    def _recurrent_session(
+        self, num_rows: int, passes: StatePasses, *, retain_states: bool = True
+    ) -> RecurrentSession:
+        return RecurrentSession(
+            passes,
+            self.head,
+            num_rows=num_rows,
+            make_buffer=self.make_buffer,
+            autocast_context=self.autocast_context,
+            retain_states=retain_states,
+        )
+
+    @cached_property
+    def state_passes(self) -> StatePasses | None:
+        """How a recurrent or hybrid model continues from saved states; None: it has only a KV
+        cache."""
+        with self.autocast_context():
+            passes = probe_state_passes(self.model)
+        if isinstance(passes, str):
+            raise ModelError(
+                f"{self.name} ({self.model.config.model_type}) cannot sample: its states do not "
+                f"continue a sequence ({passes}). Use another model, or this one as a teacher that "
+                "only scores, with evaluate.teacher = false"
+            )
+        return passes
 
     def _continuous_batching(self, num_rows: int, row_capacity: int) -> ContinuousBatchingSession:
         return ContinuousBatchingSession(
