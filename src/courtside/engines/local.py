@@ -31,6 +31,7 @@ from courtside.engines.base import (
 )
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, score_positions
+from courtside.engines.forward.state_branches import find_separate_reason, score_state_trees
 from courtside.engines.forward.state_passes import StatePasses, probe_state_passes
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_trees
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
@@ -149,7 +150,7 @@ class LocalEngine:
 
     def decode_batch(self, prompts: Sequence[tuple[int, ...]]) -> LeftPaddedBatch | RecurrentBatch:
         """Prompts that are decoded eagerly; inside autocast."""
-        if self.stateless_reason is not None and self.state_passes is not None:
+        if self.state_passes is not None:
             return RecurrentBatch(self.state_passes, prompts)
         return LeftPaddedBatch(self.model, prompts, pad_id=self.pad_id)
 
@@ -157,7 +158,7 @@ class LocalEngine:
 
     def session(self, num_rows: int, *, row_capacity: int | None = None) -> Session:
         """Multi-turn conversations, one per row."""
-        if self.stateless_reason is not None and self.state_passes is not None:
+        if self.state_passes is not None:
             return self._recurrent_session(num_rows, self.state_passes)
         if self.stateless_reason is not None:
             return StatelessSession(self.sample, num_rows=num_rows, note=self.stateless_reason)
@@ -184,12 +185,11 @@ class LocalEngine:
             retain_states=retain_states,
         )
 
-    @cached_property
+    @property
     def state_passes(self) -> StatePasses | None:
         """How a recurrent or hybrid model continues from saved states; None: it has only a KV
         cache."""
-        with self.autocast_context():
-            passes = probe_state_passes(self.model)
+        passes = self._probed_states
         if isinstance(passes, str):
             raise ModelError(
                 f"{self.name} ({self.model.config.model_type}) cannot sample: its states do not "
@@ -197,6 +197,14 @@ class LocalEngine:
                 "only scores, with evaluate.teacher = false"
             )
         return passes
+
+    @cached_property
+    def _probed_states(self) -> StatePasses | str | None:
+        """With the reason where they do not continue a sequence."""
+        if self.stateless_reason is None:
+            return None
+        with self.autocast_context():
+            return probe_state_passes(self.model)
 
     def _continuous_batching(self, num_rows: int, row_capacity: int) -> ContinuousBatchingSession:
         return ContinuousBatchingSession(
@@ -290,8 +298,15 @@ class LocalEngine:
     @cached_property
     def separate_branches_reason(self) -> str | None:
         """Why branches of this model are scored separately; None: they share their trunk's pass."""
+        if self._branch_states is not None:
+            return find_separate_reason(self._branch_states)
         with self.autocast_context():
             return probe_tree_scoring(self.passes)
+
+    @property
+    def _branch_states(self) -> StatePasses | None:
+        """Of a recurrent or hybrid model, whose branches continue from states at their splices."""
+        return self._probed_states if isinstance(self._probed_states, StatePasses) else None
 
     @torch.no_grad()
     def score_branches(
@@ -305,6 +320,17 @@ class LocalEngine:
         for r in requests:
             self.check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
         with self.autocast_context(), self._patch_model():
+            if self._branch_states is not None:
+                return score_state_trees(
+                    self._branch_states,
+                    self.head,
+                    requests,
+                    pad_id=self.pad_id,
+                    want=want,
+                    top_k=top_k,
+                    max_tokens=self.score_batch_tokens,
+                    progress=self.progress,
+                )
             return score_trees(
                 self.passes,
                 self.head,

@@ -91,6 +91,18 @@ class StateLayout:
             slot.container[slot.key] = tensor
         _set_length(cache, longest)
 
+    def share_kv(self, state: RowState, later: RowState) -> RowState:
+        """`state` with views of the keys and values of a `later` state of the same sequence, which
+        take no memory; windows that have discarded keys stay as they are."""
+        tensors = tuple(
+            longer[:, : tensor.shape[1]]
+            if kind == "kv"
+            and (tensor.shape[1], longer.shape[1]) == (state.num_tokens, later.num_tokens)
+            else tensor
+            for tensor, longer, kind in zip(state.tensors, later.tensors, self.kinds, strict=True)
+        )
+        return RowState(num_tokens=state.num_tokens, tensors=tensors)
+
     def num_bytes(self, row: RowState) -> int:
         """Of the states without positions: what each row takes however short it is."""
         pairs = zip(row.tensors, self.kinds, strict=True)
