@@ -265,7 +265,7 @@ def cost_rows(study: str, *measures: str) -> list[list[str]]:
     """Arms down: what they end at, and what a run of each costs, means over seeds."""
     units = {"student_tokens": "student tokens", "teacher_tokens": "teacher tokens"}
     results = read_results(study)
-    rows = [["arm", "rate", *(f"`{m}`" for m in measures), *units.values(), "PFLOP", "update steps"]]
+    rows = [["arm", "rate", *(f"`{m}`" for m in measures), *units.values(), "PFLOP", "steps"]]
     rows.append(["start", "", *(_before(results, measure) for measure in measures), *[""] * 4])
     for name, arm in results["arms"].items():
         spent = {unit: value["mean"] for unit, value in arm["spent"].items()}

@@ -124,7 +124,7 @@ def _arm(runs: Sequence[Outcome], budget: float, goals: Sequence[float]) -> dict
 
 
 def mean_costs(runs: Sequence[Outcome]) -> dict[str, dict[str, float]]:
-    """By phase of a run: seconds, tokens and FLOPs, mean over runs; a run without the phase has 0."""
+    """By phase: seconds, tokens and FLOPs, mean over runs; a run without the phase has 0."""
     phases = dict.fromkeys(phase for run in runs for phase in run.get("seconds", {}))
     rows = {
         phase: [

@@ -18,8 +18,8 @@ from courtside.types import Evaluation, HintOutcome, Scored, Update
 HARMFUL_HINTS, UNHEEDED_HINTS, FEW_REPAIRS = "harmful_hints", "unheeded_hints", "few_repairs"
 """Kinds of alarm."""
 MIN_REPAIR_REQUESTS, FEW_REPAIRS_FRACTION = 64, 0.1
-"""Questions of the latest steps after which an alarm can be raised, and the fraction of them below
-which it is: where 2 of 84 questions gave a repair, steps on those few repairs ruined the student."""
+"""Questions of the latest steps that an alarm needs, and the fraction of them below which it is
+raised: where 2 of 84 questions gave a repair, steps on those few repairs ruined the student."""
 NUM_COMPARED = 3
 """Steps with hints at the start of a run, and lately, whose shifts are compared."""
 MIN_FIRST_SHIFT, UNHEEDED_FRACTION = 1.0, 0.1
