@@ -339,14 +339,14 @@ def test_a_teacher_learns_to_go_on_from_the_students_states(
 ) -> None:
     """Draft, adapt the teacher to the student's prefixes, distil from the adapted teacher."""
     reward = [{"kind": "policy_gradient", "advantage": "reward"}]
-    words = write_jsonl(
+    tasks_file = write_jsonl(
         tmp_path / "words.jsonl",
         [{"prompt": f"say {n}", "completion": "yes no yes no", "answer": "yes",
           "grader": "contains"} for n in range(40)],
     )  # fmt: skip
     tree = {
         "base": {
-            "tasks": {"kind": "jsonl", "path": str(words)},
+            "tasks": {"kind": "jsonl", "path": str(tasks_file)},
             "rollout": {"samples_per_prompt": 2, "max_new_tokens": 14},
             "train": {"steps": 2, "prompts_per_step": 4, "learning_rate": 1e-3},
             "evaluate": {"num_tasks": 1},

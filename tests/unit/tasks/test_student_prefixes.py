@@ -51,10 +51,10 @@ def test_answers_are_cut_at_ends_of_words_between_the_depths() -> None:
 
 
 def test_a_cut_follows_from_the_answer_alone() -> None:
-    one = prefixes(cut_answer(answer(), config()))
-    assert len(one) == 1 and one == prefixes(cut_answer(answer(id="b"), config()))
-    others = {prefixes(cut_answer(answer(text=f"{n} {TEXT}"), config()))[0] for n in range(30)}
-    assert len({len(text.split()) for text in others}) > 3
+    texts = prefixes(cut_answer(answer(), config()))
+    assert len(texts) == 1 and texts == prefixes(cut_answer(answer(id="b"), config()))
+    cut_texts = {prefixes(cut_answer(answer(text=f"{n} {TEXT}"), config()))[0] for n in range(30)}
+    assert len({len(text.split()) for text in cut_texts}) > 3
 
 
 def test_a_task_is_the_stored_one_with_the_start_of_its_answer(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_a_task_is_the_stored_one_with_the_start_of_its_answer(tmp_path: Path) -
 def test_the_whole_answer_is_graded() -> None:
     grade = make_grader(config())
     task = next(cut_answer(answer(), config()))
-    rest = TEXT.removeprefix(task.messages[-1].content)
-    whole, wrong = grade(task, rest), grade(task, rest + "!")
+    continuation = TEXT.removeprefix(task.messages[-1].content)
+    whole, wrong = grade(task, continuation), grade(task, continuation + "!")
     assert whole is not None and whole.passed
     assert wrong is not None and not wrong.passed
 
