@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from courtside.errors import UserError
-from courtside.experiment.arms import format_summary, over_seeds
+from courtside.experiment.arms import format_summary, mean_costs, over_seeds
 from courtside.experiment.outcomes import measure_run, measures
 from courtside.experiment.plan import Plan, read_plan
 from courtside.experiment.results_json import format_json
@@ -223,6 +223,19 @@ def decided(date: float, desk: float, mirror: float, seed: int) -> Tree:
     }
     steps = {"decisions/habit_wrong": [0.9, 0.5, date], "decisions/filler": [0.0, 0.0, 0.3]}
     return run | {"training_decisions": steps, "seed": seed}
+
+
+def test_costs_are_means_also_where_a_run_had_no_such_phase() -> None:
+    first = {"seconds": {"update": 2.0}, "costs": {"update": {"flops": 8.0}}}
+    other = {
+        "seconds": {"update": 4.0, "checkpoint": 6.0},  # the first was stopped and went on
+        "costs": {"update": {"flops": 4.0}, "checkpoint": {"flops": 0.0, "input_tokens": 2.0}},
+    }
+    for runs in ([first, other], [other, first]):
+        assert mean_costs(runs) == {
+            "update": {"seconds": 3.0, "flops": 6.0},
+            "checkpoint": {"seconds": 3.0, "flops": 0.0, "input_tokens": 1.0},
+        }
 
 
 def test_decisions_are_measured_by_side_and_over_the_steps() -> None:
