@@ -46,7 +46,7 @@ from courtside.engines.lm_head import find_lm_head
 from courtside.engines.loading import find_context_length, find_eos_ids
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.patches.onednn_prepack import make_prepacked_patches
-from courtside.engines.probes import probe_kv_cache
+from courtside.engines.probes import find_unsupported_attention, probe_kv_cache
 from courtside.errors import ModelError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.types import Sample
@@ -87,6 +87,7 @@ class LocalEngine:
             hidden_states=True,
             branches=True,
             weight_updates=True,
+            row_state_tokens=self.row_state_tokens,
             mixed_sampling=True,
         )
 
@@ -128,7 +129,8 @@ class LocalEngine:
             samples = []
             while len(samples) < len(ordered):
                 start = len(samples)
-                end = start + max(1, self.max_batch_tokens // lengths[order[start]])
+                row_tokens = lengths[order[start]] + self.row_state_tokens
+                end = start + max(1, self.max_batch_tokens // row_tokens)
                 samples += self._sample_batch(ordered[start:end], sampling)
         by_request = dict(zip(order, samples, strict=True))
         return [by_request[i] for i in range(len(requests))]
@@ -197,6 +199,14 @@ class LocalEngine:
                 "only scores, with evaluate.teacher = false"
             )
         return passes
+
+    @property
+    def row_state_tokens(self) -> int:
+        """See `Capabilities`."""
+        if find_unsupported_attention(self.model) is None:  # without a probe, for models with KV
+            return 0
+        passes = self._probed_states
+        return passes.row_state_tokens if isinstance(passes, StatePasses) else 0
 
     @cached_property
     def _probed_states(self) -> StatePasses | str | None:

@@ -103,10 +103,10 @@ class StateLayout:
         )
         return RowState(num_tokens=state.num_tokens, tensors=tensors)
 
-    def num_bytes(self, row: RowState) -> int:
-        """Of the states without positions: what each row takes however short it is."""
+    def num_bytes(self, row: RowState, *, kv: bool) -> int:
+        """Of its keys and values, or of the states that do not grow."""
         pairs = zip(row.tensors, self.kinds, strict=True)
-        return sum(tensor.nbytes for tensor, kind in pairs if kind != "kv")
+        return sum(tensor.nbytes for tensor, kind in pairs if (kind == "kv") == kv)
 
 
 def has_recurrent_states(cache: Any) -> bool:

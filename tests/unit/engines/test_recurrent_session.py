@@ -10,10 +10,18 @@ from support.hybrids import KINDS, hybrid_engine, make_hybrid, plain_logp
 from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.forward.state_passes import StatePasses, probe_state_passes
+from courtside.engines.forward.state_passes import (
+    StateBatch,
+    StatePasses,
+    probe_state_passes,
+)
 from courtside.engines.generation.recurrent_session import RecurrentSession
+from courtside.engines.lm_head import find_lm_head
 from courtside.engines.local import LocalEngine
 from courtside.engines.mixed_sampling import MixedRequest, MixedSampler
+from courtside.engines.patches.fused_layers import FusedLayers
+from courtside.engines.patches.onednn_prepack import prepack_linear_layers
+from courtside.engines.patches.patch import apply_patches
 from courtside.engines.row_states import StateLayout
 from courtside.errors import ModelError
 
@@ -105,6 +113,24 @@ def test_conversations_continue_from_their_states(
     assert num_read < num_tokens, "each turn costs its own tokens"
 
 
+def test_states_of_rows_count_against_the_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = hybrid_engine("qwen3_5_text")
+    requests = [SampleRequest(prompt_ids=prompt(8, n), seed=n) for n in range(6)]
+    expected = engine.sample(requests, Sampling(max_new_tokens=4))
+    num_rows: list[int] = []
+    init = StateBatch.__init__
+
+    def count(self: StateBatch, passes: StatePasses, states: Any, **options: Any) -> None:
+        num_rows.append(len(states))
+        init(self, passes, states, **options)
+
+    monkeypatch.setattr(StateBatch, "__init__", count)
+    monkeypatch.setattr(engine, "max_batch_tokens", 2 * (12 + engine.row_state_tokens))
+    samples = engine.sample(requests, Sampling(max_new_tokens=4))
+    assert num_rows == [2, 2, 2]
+    assert [s.token_ids for s in samples] == [s.token_ids for s in expected]
+
+
 def test_both_models_of_mixed_sampling_may_be_recurrent() -> None:
     """Where the teacher's top-k is the whole vocabulary, the samples are the student's own."""
     student, teacher = hybrid_engine("qwen3_5_text"), hybrid_engine("mamba")
@@ -158,3 +184,17 @@ def test_unknown_states_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     request = SampleRequest(prompt_ids=(3, 4), seed=0)
     with pytest.raises(ModelError, match=r"model-x \(lfm2\) cannot sample.*router_states"):
         engine.sample([request], Sampling(max_new_tokens=2))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_mamba", "zamba2", "kimi_linear"])
+def test_fused_and_prepacked_layers_leave_recurrent_ones_as_they_are(kind: str) -> None:
+    """Their norms take a gate, or have a weight that nothing multiplies."""
+    model = make_hybrid(kind, adapter=True)
+    head, ids = find_lm_head(model), torch.tensor([prompt(40)])
+    with torch.no_grad():
+        expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        layers = FusedLayers(model, head, None)
+        for patches in (layers.patches, prepack_linear_layers(model, head, torch.float32)):
+            with apply_patches(patches):
+                hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)

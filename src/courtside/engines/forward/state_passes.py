@@ -47,6 +47,8 @@ class StatePasses:
     batching: Batching = "any lengths"
     patches: tuple[Patch, ...] = ()
     """For passes over single tokens."""
+    row_state_tokens: int = 0
+    """Tokens whose keys and values take the memory of a row's other states."""
 
     def extend(
         self, rows: Sequence[tuple[RowState | None, Sequence[int]]], *, max_tokens: int
@@ -234,13 +236,24 @@ def _find_passes(model: Any) -> StatePasses | None:
     cache = getattr(out, names[0], None)
     if cache is None or not has_recurrent_states(cache):
         return None
+    layout = StateLayout(cache)
+    row = layout.copy_row(cache, 0, len(ids[0]))
+    bytes_per_token = layout.num_bytes(row, kv=True) // len(ids[0]) or token_bytes(model)
     return StatePasses(
         model=model,
-        layout=StateLayout(cache),
+        layout=layout,
+        row_state_tokens=-(-layout.num_bytes(row, kv=False) // bytes_per_token),
         cache_argument=names[0],
         takes_positions="position_ids" in parameters,
         patches=tuple(make_time_step_patches(model)),
     )
+
+
+def token_bytes(model: Any) -> int:
+    """The unit of a memory budget for models without keys and values, where a token takes none:
+    two hidden states in every layer."""
+    config = model.config.get_text_config()
+    return int(2 * config.num_hidden_layers * config.hidden_size * model.dtype.itemsize)
 
 
 def _example_ids(model: Any, count: int, *, start: int = 0) -> list[int]:
