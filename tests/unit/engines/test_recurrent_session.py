@@ -10,11 +10,8 @@ from support.hybrids import KINDS, hybrid_engine, make_hybrid, plain_logp
 from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.forward.state_passes import (
-    StateBatch,
-    StatePasses,
-    probe_state_passes,
-)
+from courtside.engines.forward.state_passes import StateBatch, StatePasses
+from courtside.engines.forward.state_probe import probe_state_passes
 from courtside.engines.generation.recurrent_session import RecurrentSession
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.local import LocalEngine
