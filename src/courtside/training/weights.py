@@ -43,6 +43,12 @@ class StudentWeights:
             keep_layers=config.keep_layers,
             average_with=None if average is None else (average.model, average.weight),
         )
+        if self.model.config.model_type == "rwkv":
+            raise ModelError(
+                f"student.model = {config.model!r} is an RWKV, whose layers in transformers "
+                "overwrite what their backward pass needs. Choose another student; it may be a "
+                "teacher"
+            )
         self.autocast = torch.bfloat16 if dtype == torch.bfloat16 else None
         self.adapter: Any = None
         if config.lora:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.hybrids import KINDS, hybrid_engine, make_hybrid, plain_logp
 from support.tiny_model import tiny_model, tiny_tokenizer
+from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.forward.state_passes import StateBatch, StatePasses
@@ -167,6 +168,19 @@ def test_rows_are_joined_and_split_without_loss() -> None:
     for index, state in enumerate([states[0], states[2]]):
         copied = passes.layout.copy_row(cache, index, state.num_tokens)
         assert all(map(torch.equal, copied.tensors, state.tensors))
+
+
+def test_states_outside_of_the_cache_are_refused_by_name() -> None:
+    config = RecurrentGemmaConfig(
+        vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=8, lru_width=32,
+        attention_window_size=16, block_types=["recurrent", "recurrent", "attention"],
+        pad_token_id=0, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    engine = LocalEngine(RecurrentGemmaForCausalLM(config).eval(), tiny_tokenizer(), name="x")
+    request = SampleRequest(prompt_ids=(3, 4), seed=0)
+    with pytest.raises(ModelError, match=r"x \(recurrent_gemma\) cannot sample.* outside of its"):
+        engine.sample([request], Sampling(max_new_tokens=2))
 
 
 def test_unknown_states_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
