@@ -101,7 +101,7 @@ different sizes, and the last two use the KV cache of those before them."""
 
 
 def windowed(kind: str, **settings: Any) -> Any:
-    """A small model with a window of 5 positions; sinks as large as trained ones."""
+    """A small model with a window of 5 positions; sinks and norms as different as trained ones."""
     torch.manual_seed(0)
     defaults = {
         "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -113,4 +113,6 @@ def windowed(kind: str, **settings: Any) -> Any:
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
+        elif "norm" in name and parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach()[0]), std=0.3)
     return model
