@@ -6,8 +6,10 @@ Windows have 5 positions, so that every sequence, prefix, turn and branch here c
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +57,12 @@ def plain_logps(model: Any, ids: Sequence[int], start: int) -> Tensor:
 
 def assert_near(ours: Any, expected: Tensor) -> None:
     torch.testing.assert_close(torch.as_tensor(ours).float(), expected, rtol=0, atol=ATOL)
+
+
+def test_the_page_of_supported_models_lists_these() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "supported-models.md").read_text()
+    (row,) = re.findall(r"^\| all fast paths, with sliding windows.*?\| (.+?) \|", page, re.M)
+    assert set(re.findall(r"`(\w+)`", row)) == WINDOWED.keys()
 
 
 @EACH_KIND

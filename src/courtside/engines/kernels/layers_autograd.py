@@ -95,8 +95,8 @@ def rms_norm_backward(
         partials_PD = torch.empty(programs, D, dtype=torch.float32, device=x.device)
     _rms_norm_backward[(programs,)](
         gradient.contiguous(), x_NKD, weight_D, scales, x_gradient, partials_PD, shift,
-        x_NKD.stride(0), x_NKD.stride(1), x_NKD.shape[1], num_rows, SIZE=D, PADDED=padded, ROWS=rows,
-        WEIGHT_GRAD=needs_weight_grad, num_warps=warps_per_program(rows, padded),
+        x_NKD.stride(0), x_NKD.stride(1), x_NKD.shape[1], num_rows, SIZE=D, PADDED=padded,
+        ROWS=rows, WEIGHT_GRAD=needs_weight_grad, num_warps=warps_per_program(rows, padded),
         maxnreg=BACKWARD_REGISTERS if padded <= BACKWARD_ELEMENTS else None,
     )  # fmt: skip
     return x_gradient, None if partials_PD is None else sum_partials(partials_PD, weight_D.dtype)
