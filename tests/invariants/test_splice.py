@@ -23,7 +23,8 @@ from courtside.chat.hint_splicing import (
     splice_hints_cumulatively,
 )
 from courtside.chat.incremental import IncrementalTemplate
-from courtside.chat.template import ChatTemplate, insert_context
+from courtside.chat.messages import insert_context
+from courtside.chat.template import ChatTemplate
 from courtside.types import Branch, Hint, Message, Sample, Task, Trajectory
 
 FRAGMENTS = [

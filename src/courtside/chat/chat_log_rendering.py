@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from courtside.chat.answer_boundary import PROBE_PROMPT, common_prefix_length
 from courtside.chat.api_messages import parse_message
-from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate, common_prefix_length
-from courtside.chat.template import unused_noncharacters
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.messages import unused_noncharacters
 from courtside.errors import ModelError, TaskError
 from courtside.types import Message, Sample, Task, Trajectory, Turn
 
@@ -69,7 +70,13 @@ def trajectory_from_chat_log(
         index = start + 1
         try:
             environment = (
-                [] if last else [template.environment_turn(following, add_end_of_turn=False)]
+                []
+                if last
+                else [
+                    template.environment_turn(
+                        following, add_end_of_turn=False, prompt=task.messages
+                    )
+                ]
             )
             index = start
             answer = _render_answer(conversation[start], following, template, last=last)
@@ -106,7 +113,7 @@ def _render_answer(
             "Begin the message with what the generation prompt begins"
         )
     ids = renderer.tokenize(rendered[len(prompt) :], cut)
-    ids = ids[: renderer.length_through_eos(ids)]
+    ids = renderer.boundary.end_answer(ids)
     content = message.content.strip()
     if content not in rendered.replace(cut, "")[max(len(prompt) - len(content), 0) :]:
         raise ModelError(

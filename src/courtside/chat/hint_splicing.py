@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Literal
 
-from courtside.chat.incremental import IncrementalTemplate, RenderedSpan, common_prefix_length
-from courtside.chat.template import insert_context
+from courtside.chat.answer_boundary import RenderedSpan, common_prefix_length
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.messages import insert_context
 from courtside.errors import UserError
 from courtside.types import Branch, Hint, Message, Trajectory
 
@@ -201,9 +203,11 @@ def _previous_span(
     An environment's turn may begin with end-of-turn ids; the span is what follows them.
     """
     before = trajectory.turns[hint.turn - 1]
-    first = hint.turn == 1
-    messages = trajectory.task.messages if first else before.messages
-    render = template.render_prompt if first else template.render_continuation
+    first, prompt = hint.turn == 1, trajectory.task.messages
+    messages = prompt if first else before.messages
+    render: Callable[[Sequence[Message]], RenderedSpan] = (
+        template.render_prompt if first else partial(template.render_continuation, prompt=prompt)
+    )
     span = render(messages)
     _check_same_render(before.token_ids[-len(span.token_ids) :], span, hint)
     return messages, span, render
