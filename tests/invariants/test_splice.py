@@ -177,7 +177,7 @@ def check(
     thought = any("</think>" in m.content for m in plain[:-1])
     if (
         template.note
-        and "thinking" in template.note
+        and "thoughts" in template.note
         and thought
         and (place, role) == ("before_turn", "user")
     ):

@@ -152,6 +152,8 @@ def _added(template: ChatTemplate, plain: Sequence[int], longer: Sequence[int]) 
     start = common_prefix_length(plain, longer)
     num_suffix = common_prefix_length(plain[::-1], longer[::-1])
     end = len(longer) - min(num_suffix, min(len(plain), len(longer)) - start)
+    if start >= end:
+        return range(0)
     # Several places may give the same ids; a message begins with a special token.
     special = set(template.tokenizer.all_special_ids)
     for shift in range(start):

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from courtside.chat.messages import unused_noncharacters
+from courtside.chat.thinking import ends_thoughts
 from courtside.errors import ModelError
 from courtside.types import Message
 
@@ -83,6 +84,20 @@ class AnswerBoundary:
                     "turn it is. Use a template with a generation prompt"
                 )
         self._direct_answers.add(roles)
+
+    @cached_property
+    def empty_thoughts(self) -> str:
+        """What a generation prompt that switches thinking off ends with, where history does not
+        have it; empty: it does, or thinking is not off."""
+        cut, mark = unused_noncharacters((), 2)
+        prompt = self._renderer.render((PROBE_PROMPT,), cut, add_generation_prompt=True)
+        say = Message(role="assistant", content=f"{mark}It is.")
+        rendered = self._renderer.render(
+            (PROBE_PROMPT, say, PROBE_PROMPT), cut, add_generation_prompt=False
+        )
+        header = rendered.partition(mark)[0]
+        is_off = ends_thoughts(prompt) and prompt.startswith(header)
+        return prompt[len(header) :] if is_off else ""
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from courtside.chat.answer_boundary import PROBE_PROMPT, common_prefix_length
 from courtside.chat.messages import unused_noncharacters
@@ -32,31 +32,35 @@ SPECIAL_THOUGHTS = (
 ANSWERS = ("It is.", "It was.", "It will.")
 
 
-def find_history_change(template: IncrementalTemplate) -> str | None:
-    """A note on the first difference; None: there is none."""
-    for which, conversation in _conversations(template.renderer):
-        try:
-            difference = _find_difference(template, conversation)
-        except ModelError:
-            continue  # not a conversation that a rollout could have
-        if difference is not None:
-            return (
-                f"{template.renderer.name}: of a conversation of three answers{which} its chat "
-                f"template makes other tokens than turn by turn: {difference}. Sequences stay as "
-                "they were sampled"
-            )
-    return None
-
-
+Answers = Literal["answers", "answers with thoughts", "calls"]
 Conversation = Sequence[Message]
 
 
-def _conversations(renderer: ChatTemplate) -> Iterator[tuple[str, Conversation]]:
-    yield "", _talk(renderer, "")
-    yield " that begin with thinking", _talk(renderer, THOUGHTS)
+class HistoryChange(NamedTuple):
+    answers: Answers
+    """Of the conversation that shows it."""
+    difference: str
+    drops_thoughts: bool
+
+
+def find_history_change(template: IncrementalTemplate) -> HistoryChange | None:
+    """The first difference, of those that drop thoughts if there are such; None: there is none."""
+    changes = []
+    for answers, conversation in _conversations(template.renderer):
+        try:
+            changes.append(_compare(template, answers, conversation))
+        except ModelError:
+            continue  # not a conversation that a rollout could have
+    differences = [change for change in changes if change is not None]
+    return min(differences, key=lambda change: not change.drops_thoughts, default=None)
+
+
+def _conversations(renderer: ChatTemplate) -> Iterator[tuple[Answers, Conversation]]:
+    yield "answers", _talk(renderer, "")
+    yield "answers with thoughts", _talk(renderer, THOUGHTS)
     for thoughts in SPECIAL_THOUGHTS:
         if any(thoughts.startswith(token) for token in renderer.special_tokens):
-            yield " that begin with thinking", _talk(renderer, thoughts)
+            yield "answers with thoughts", _talk(renderer, thoughts)
     if renderer.takes_tools and renderer.renders_tool_calls:
         tools = json.dumps([PROBE_TOOL])
         ask = replace(PROBE_PROMPT, tools=tools)
@@ -65,7 +69,7 @@ def _conversations(renderer: ChatTemplate) -> Iterator[tuple[str, Conversation]]
         result = Message(role="tool", content="1", extra=json.dumps(keys))
         say, *_ = ANSWERS
         answer = Message(role="assistant", content=say)
-        yield " and calls", (ask, call, result, call, result, answer, PROBE_PROMPT, answer)
+        yield "calls", (ask, call, result, call, result, answer, PROBE_PROMPT, answer)
 
 
 def _talk(renderer: ChatTemplate, thoughts: str) -> Conversation:
@@ -79,7 +83,9 @@ def _talk(renderer: ChatTemplate, thoughts: str) -> Conversation:
     )
 
 
-def _find_difference(template: IncrementalTemplate, conversation: Conversation) -> str | None:
+def _compare(
+    template: IncrementalTemplate, answers: Answers, conversation: Conversation
+) -> HistoryChange | None:
     renderer = template.renderer
     (cut,) = unused_noncharacters(conversation)
     ids: list[int] = []
@@ -104,7 +110,12 @@ def _find_difference(template: IncrementalTemplate, conversation: Conversation) 
     num_open = len(ids) - len(renderer.boundary.end_of_turn_ids)
     if num_same == len(ids) or num_open <= num_same == len(whole):
         return None
-    return template.describe_difference(ids, whole, num_same)
+    num_thoughts = [renderer.tokenizer.decode(tokens).count("Hm.") for tokens in (whole, ids)]
+    return HistoryChange(
+        answers,
+        template.describe_difference(ids, whole, num_same),
+        drops_thoughts=num_thoughts[0] < num_thoughts[1],
+    )
 
 
 def _answer_ids(renderer: ChatTemplate, message: Message, cut: str) -> tuple[int, ...]:

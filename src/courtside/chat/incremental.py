@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Literal
 
 from courtside.chat.answer_boundary import PROBE_PROMPT, RenderedSpan
-from courtside.chat.history_probes import find_history_change
+from courtside.chat.history_probes import HistoryChange, find_history_change
 from courtside.chat.messages import format_messages, unused_noncharacters
 from courtside.chat.stand_ins import (
     Marks,
@@ -192,6 +192,11 @@ class IncrementalTemplate:
                 f"{self.renderer.name}: its chat template {does} a {role!r} message that follows "
                 f"{_a(after)} one. {fix}"
             )
+        if rendered == self._render_as_assistant(messages, marks):
+            raise ModelError(
+                f"{self.renderer.name}: its chat template renders a {role!r} message that follows "
+                f"{_a(after)} one as an assistant's. {fix}"
+            )
         between = rendered[rendered.find(marks.answer) : rendered.find(next_mark)]
         ids = self.renderer.tokenize(between.replace(marks.answer, ""), marks.cut)
         ids = ids[: self.renderer.boundary.length_through_end(ids)]
@@ -200,11 +205,31 @@ class IncrementalTemplate:
         ends_plainly = ids[len(ids) - len(plain) :] == plain
         self._end_of_turn_ids[after, role] = plain if ends_plainly else ids[-1:]
 
+    def _render_as_assistant(self, messages: Sequence[Message], marks: Marks) -> str | None:
+        """The stand-in with the last message as an assistant's; None: the template refuses it."""
+        as_answer = (*messages[:-1], replace(messages[-1], role="assistant"))
+        try:
+            return self._render_stand_in(as_answer, marks)[2]
+        except ModelError:
+            return None
+
     @cached_property
-    def note(self) -> str | None:
+    def history_change(self) -> HistoryChange | None:
         """How rendering a whole conversation differs from rendering it turn by turn; None: it does
-        not. Sequences are never changed for it."""
+        not."""
         return find_history_change(self)
+
+    @property
+    def note(self) -> str | None:
+        """The change of history, for users. Sequences are never changed for it."""
+        if self.history_change is None:
+            return None
+        change = self.history_change
+        return (
+            f"{self.renderer.name}: of a conversation of three {change.answers} its chat template "
+            f"makes other tokens than turn by turn: {change.difference}. Sequences stay as they "
+            "were sampled"
+        )
 
     def describe_difference(
         self, ids: Sequence[int], rendered_ids: Sequence[int], num_same: int

@@ -25,6 +25,7 @@ from courtside.chat.messages import (
     unused_noncharacters,
 )
 from courtside.chat.template_variables import check_args, check_date, make_clock, writes_date
+from courtside.chat.thinking import begins_with_thoughts
 from courtside.errors import ModelError
 from courtside.interrupts import time_limit
 from courtside.types import Message, Task
@@ -146,9 +147,13 @@ class ChatTemplate:
             rendered.startswith(before)
             and _holds(rendered[len(before) :], text[len(opening) :], cut)
         ):
-            if opening:
+            # The template renders answers in another way than they are sampled.
+            if opening:  # after thoughts that the generation prompt has opened
                 return self.tokenize(text[len(opening) :], cut) + self.boundary.end_of_turn_ids
-            raise self._make_answer_error(before, rendered)
+            header = self.header_of(before, rendered, text)
+            if header is None:
+                raise self._make_answer_error(before, rendered)
+            return self.boundary.end_answer(self.tokenize(rendered[len(header) :], cut))
         prompt, whole = self.prompt_ids(messages), self.tokenize(rendered, cut)
         answer = whole[len(prompt) :]
         if whole[: len(prompt)] != prompt:
@@ -156,6 +161,15 @@ class ChatTemplate:
             # "\n"). The student cannot: it samples after the prompt's own tokens.
             answer = self.tokenize(rendered[len(before) :], cut)
         return self.boundary.end_answer(answer)
+
+    def header_of(self, prompt: str, rendered: str, text: str) -> str | None:
+        """The prompt as it is before an answer that stands in history: without the empty thoughts
+        of a generation prompt that switches thinking off. None: it is not rendered so, either."""
+        empty = self.boundary.empty_thoughts
+        header = prompt.removesuffix(empty) if empty else None
+        if header is None or begins_with_thoughts(text) or not rendered.startswith(header):
+            return None
+        return header
 
     def _make_answer_error(self, before: str, rendered: str) -> ModelError:
         change = "leaves text of an answer out"

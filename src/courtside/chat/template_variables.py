@@ -37,10 +37,18 @@ class _GenerationTag(Extension):
 
 @cache
 def find_variables(source: str) -> frozenset[str]:
-    """Names that a template reads from outside, functions included."""
+    """Names that a template reads from outside, functions included. A name that it sets itself
+    counts where it asks whether the name is defined."""
     environment = Environment(extensions=[_GenerationTag, loopcontrols])
     try:
-        return frozenset(meta.find_undeclared_variables(environment.parse(source)))
+        tree = environment.parse(source)
+        undeclared = meta.find_undeclared_variables(tree)
+        tests = [
+            test for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")
+        ]
+        optional = {test.node.name for test in tests if isinstance(test.node, nodes.Name)}
+        assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+        return frozenset(undeclared - assigned | undeclared & optional)
     except TemplateError as error:
         raise ModelError(
             f"a chat template is not valid Jinja ({error}), so no message can be rendered. Put a "

@@ -225,7 +225,7 @@ def test_no_note_where_conversations_only_grow(family: str) -> None:
 def test_a_note_where_earlier_thinking_is_left_out() -> None:
     note = template_of_family("thinking").note
     assert note is not None
-    assert "three answers that begin with thinking" in note
+    assert "three answers with thoughts" in note
     assert r"after 'sistant\n' it has ['I', 't', ' ', 'i'], not ['<', 't', 'h', 'i']" in note
 
 
