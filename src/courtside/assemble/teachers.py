@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
+from courtside.assemble.chat_templates import make_teacher_template
 from courtside.assemble.models import Models, key_of
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
@@ -82,6 +83,9 @@ class TeacherFactory:
             engine, template = self._model_teacher(config)
         else:
             engine, swap = self._self_teacher(config, label)
+            template = make_teacher_template(
+                config, self.recipe, template, self.models.tokenizer, template.eos_ids
+            )
         self.sizes[label] = engine.num_parameters
         want, top_k = choose_want(self.recipe, engine)
         hints = HintScorer(engine, self.template, self.recipe.hints, trial=self.trial)
@@ -102,14 +106,13 @@ class TeacherFactory:
     def _model_teacher(self, config: ModelTeacherConfig) -> tuple[Engine, ChatTemplate]:
         model, tokenizer = self.models.teachers[key_of(config)]
         local = self.models.make_engine(model, config.model)
-        if _renders_alike(tokenizer, self.models.tokenizer):
-            return self.serve(local), self.template.renderer
+        student = self.template.renderer
+        template = make_teacher_template(config, self.recipe, student, tokenizer, local.eos_ids)
         if tokenizer.chat_template != self.models.tokenizer.chat_template:
             self.notes.append(
                 f"{config.model} has another chat template than {self.models.name}: each renders "
                 "the prompt with its own, and the same answer tokens are scored"
             )
-        template = ChatTemplate(tokenizer, name=config.model, eos_ids=local.eos_ids)
         return self.serve(local), template
 
     def _self_teacher(
@@ -198,15 +201,6 @@ def choose_want(recipe: Recipe, engine: Engine) -> tuple[Want, int]:
     if has.hidden_states:
         return "hidden", 0
     return "top_k", max(need.top_k for need in needs)
-
-
-def _renders_alike(tokenizer: Any, other: Any) -> bool:
-    """Whether both make the same ids of the same messages."""
-    backends = [getattr(t, "backend_tokenizer", None) for t in (tokenizer, other)]
-    if tokenizer.chat_template != other.chat_template or None in backends:
-        return False
-    first, second = (backend.to_str() for backend in backends if backend is not None)
-    return bool(first == second)
 
 
 def _label(teacher: SelfTeacherConfig | ModelTeacherConfig) -> str:

@@ -76,12 +76,18 @@ Context = Annotated[
 ]
 
 
+ChatTemplateArgs = Mapping[str, Setting] | None
+
+
 class SelfTeacherConfig(Section):
     kind: Literal["self"]
     weights: Literal["live", "frozen", "ema"] = "frozen"
     """live: the student as it is now; frozen: as it was before training; ema: a moving average."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] = EMA_DECAY
     context: Context | None = None
+    chat_template_args: ChatTemplateArgs = None
+    """Switches of the chat template in the teacher's prompt. Unset: the student's. Turns after the
+    first answer are what the student saw. Not with a [reader]."""
 
 
 class ModelTeacherConfig(Section):
@@ -93,6 +99,9 @@ class ModelTeacherConfig(Section):
     """auto: as the student's. int8: weights of the linear layers in 8 bits with a scale per row.
     nf4: in 4 bits, by bitsandbytes (`pip install -e '.[quantized]'`)."""
     context: Context | None = None
+    chat_template_args: ChatTemplateArgs = None
+    """Switches of the chat template in the teacher's prompt. Unset: the student's. Turns after the
+    first answer are what the student saw. Not with a [reader]."""
     trust_remote_code: bool = False
 
     @model_validator(mode="after")
