@@ -24,7 +24,11 @@ from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, RuleReaderConfig
-from courtside.recipe.teacher import ModelTeacherConfig, SelfTeacherConfig
+from courtside.recipe.teacher import (
+    ScoringTeacherConfig,
+    SelfTeacherConfig,
+    ServerTeacherConfig,
+)
 from courtside.tasks.base import FiniteSource
 from courtside.types import Hint, Observation, Sample, Task, Trajectory
 
@@ -138,16 +142,19 @@ def _preview_teachers(recipe: Recipe, inputs: Inputs, task: Task) -> Iterator[Pr
             about += f"; {STAND_IN} stands for the {config.context.kind}, known after an answer"
         template = _teacher_template(config, inputs)
         ids = template.prompt_ids(insert_context_text(config.context, task, text))
-        name = config.model if isinstance(config, ModelTeacherConfig) else f"self:{config.weights}"
+        name = f"self:{config.weights}" if isinstance(config, SelfTeacherConfig) else config.model
         title = f"teacher {name}: prompt"
         yield _sequence(title, about, template, ids, added=_added(template, plain, ids))
 
 
-def _teacher_template(
-    config: SelfTeacherConfig | ModelTeacherConfig, inputs: Inputs
-) -> ChatTemplate:
+def _teacher_template(config: ScoringTeacherConfig, inputs: Inputs) -> ChatTemplate:
     if isinstance(config, SelfTeacherConfig):
         return inputs.template
+    if isinstance(config, ServerTeacherConfig):
+        if config.tokenizer is None:
+            return inputs.template
+        tokenizer = load_tokenizer(config.tokenizer)
+        return ChatTemplate(tokenizer, name=config.model, eos_ids=inputs.template.eos_ids)
     trust = config.trust_remote_code
     tokenizer = load_tokenizer(config.model, trust_remote_code=trust)
     eos_ids = load_settings(config.model, trust_remote_code=trust).eos_ids(tokenizer)
