@@ -107,8 +107,8 @@ def problems(changes: dict[str, Any]) -> list[str]:
         ),
         (
             {"teacher": "self"},
-            "teacher: must be a section with a kind: 'self', 'model', 'server', 'routes', 'custom'; "
-            'got "self"',
+            "teacher: must be a section with a kind: 'self', 'model', 'server', 'routes', "
+            "'custom'; got \"self\"",
         ),
         (
             {"losses": DIVERGENCE},

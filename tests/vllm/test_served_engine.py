@@ -234,14 +234,15 @@ def test_what_does_not_fit_the_server_is_refused(exports, merged_server):
         connect(wrong)
 
 
-def test_rollouts_follow_the_student(exports, adapter_server, tmp_path):
+def test_rollouts_follow_the_student(exports, adapter_server, tmp_path, monkeypatch):
     """An adapter for each step, whose log-probs are the trainer's; a sync that does nothing, and a
     server that lost its adapters."""
     base = adapter_server.model_names()[0]
+    monkeypatch.setenv("SERVER_KEY", key := "sk-secret-0123456789")
     rollout = {
         "samples_per_prompt": 2, "max_new_tokens": 10, "temperature": 0.9,
         "server": {"urls": [adapter_server.url], "model": base, "adapters": str(tmp_path / "a"),
-                   "max_difference": ROUNDING},
+                   "api_key_env": "SERVER_KEY", "max_difference": ROUNDING},
     }  # fmt: skip
     prompted = {"kind": "self", "context": {"kind": "system", "text": "Answer in one word."}}
     recipe = recipe_with(
@@ -257,6 +258,8 @@ def test_rollouts_follow_the_student(exports, adapter_server, tmp_path):
         assert row["grad_norm"] > 0
         for scored in read.trajectories(step):
             assert scored.trajectory.policy_version == step
+    for file in (path for path in (tmp_path / "run").rglob("*") if path.is_file()):
+        assert key.encode() not in file.read_bytes(), file
     engine: Any = parts.engine
     assert engine.sync.current.version == 2
     assert [p.name for p in (tmp_path / "a").iterdir()] == [engine.sync.current.name]

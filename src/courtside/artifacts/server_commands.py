@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -31,8 +31,8 @@ class ServerCommand:
     model: str
     """Where the weights are."""
     flags: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    api_key_env: str | None = None
+    environment: Mapping[str, str]
+    api_key_env: str | None
 
     @property
     def is_local(self) -> bool:

@@ -81,7 +81,7 @@ def serve(
             "the command"
         )
     arguments = command.arguments(python, options)
-    environment = dict(os.environ) | command.environment
+    environment = {**os.environ, **command.environment}
     if command.api_key_env is not None:
         from courtside.recipe.endpoint import read_api_key
 

@@ -358,6 +358,8 @@ def test_each_version_has_a_name_and_folder_of_its_own(
         published.add((adapter.name, adapter.folder))
         assert [set(s.adapters) for s in servers] == [{adapter.name}] * 2, "older ones are gone"
         assert [p.name for p in tmp_path.iterdir()] == [adapter.name]
+    engine.pool.close()
+    assert [set(s.adapters) for s in servers] == [set()] * 2, "the last one is given back"
     assert len({name for name, _ in published}) == len({folder for _, folder in published}) == 3
 
 

@@ -34,6 +34,7 @@ from courtside.errors import RunError
 NUM_LOADED = 2
 """Versions on a server at a time, for --max-loras: the new one is loaded before the old one goes.
 vLLM takes more without a word and evicts the oldest."""
+UNLOAD = "/v1/unload_lora_adapter"
 FLAGS = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as `courtside serve` does"
 
 
@@ -135,6 +136,7 @@ class AdapterSync:
             await self._load(replica, adapter)
             await self._check(replica, adapter)
             replica.loaded.add(adapter.name)
+            self.pool.farewells[replica.url] = (UNLOAD, {"lora_name": adapter.name})
 
     def _recover(self, replica: Replica, error: RefusedError) -> bool:
         """A server that was restarted has lost its adapters."""
@@ -192,9 +194,7 @@ class AdapterSync:
         if adapter.name not in replica.loaded:
             return
         replica.loaded.discard(adapter.name)
-        request = Request(
-            path="/v1/unload_lora_adapter", body={"lora_name": adapter.name}, parse=str
-        )
+        request = Request(path=UNLOAD, body={"lora_name": adapter.name}, parse=str)
         try:
             await self.pool.send(replica, request)
         except (UnavailableError, RefusedError):

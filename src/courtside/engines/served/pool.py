@@ -11,6 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
@@ -26,6 +27,7 @@ from courtside.sanitize import to_one_line, truncate
 Answer = TypeVar("Answer")
 
 CONNECT_SECONDS = 10.0
+FAREWELL_SECONDS = 2.0
 MAX_EXCERPT = 300
 GO_ON = "Then start the same command again: a run goes on from its last checkpoint"
 BUSY = (408, 425, 429)
@@ -86,9 +88,14 @@ class ReplicaPool:
             Replica(url, asyncio.Semaphore(config.max_concurrency)) for url in config.urls
         ]
         self._names = (f"courtside-{uuid4().hex[:8]}-{n}" for n in itertools.count())
-        threading.Thread(target=self._loop.run_forever, name=field, daemon=True).start()
-        self.close = weakref.finalize(self, _close, self._loop, self._client)
-        """Cancels what is under way; also at the end of the process."""
+        self.farewells: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        """By replica: path and body of a last request, which gives back what it holds for us."""
+        thread = threading.Thread(target=self._loop.run_forever, name=field, daemon=True)
+        thread.start()
+        self.close = weakref.finalize(
+            self, _close, thread, self._loop, self._client, self.farewells
+        )
+        """Cancels what is under way and says farewell; also at the end of the process."""
 
     # ── from other threads ───────────────────────────────────────────────────────────────────────
 
@@ -268,14 +275,24 @@ def _retry_after(response: httpx.Response) -> float | None:
     return float(value) if value.isascii() and value.isdecimal() else None
 
 
-def _close(loop: asyncio.AbstractEventLoop, client: httpx.AsyncClient) -> None:
+def _close(
+    thread: threading.Thread,
+    loop: asyncio.AbstractEventLoop,
+    client: httpx.AsyncClient,
+    farewells: Mapping[str, tuple[str, Mapping[str, Any]]],
+) -> None:
     async def stop() -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for url, (path, body) in farewells.items():
+            with suppress(httpx.HTTPError):  # the server may be gone before us
+                await client.post(url + path, json=body, timeout=FAREWELL_SECONDS)
         await client.aclose()
         loop.call_soon(loop.stop)
 
     if loop.is_running():
         asyncio.run_coroutine_threadsafe(stop(), loop)
+        if threading.current_thread() is not thread:  # garbage is collected in any thread
+            thread.join(FAREWELL_SECONDS * (1 + len(farewells)))
