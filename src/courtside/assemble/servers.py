@@ -59,6 +59,7 @@ def connect_servers(recipe: Recipe, inputs: Inputs) -> Servers:
     if recipe.rollout.server is not None:
         rollout = _connect(recipe.rollout.server, "rollout.server", inputs)
         _check_vocabulary(rollout.pool, inputs.tokenizer, recipe.student.model)
+        _check_context(recipe, rollout, inputs)
     return Servers(
         rollout=rollout,
         teachers={
@@ -109,6 +110,20 @@ def _connect_teacher(
             "rendered as it knows them"
         )
     return ServedTeacher(connection=connection, tokenizer=None, note=None)
+
+
+def _check_context(recipe: Recipe, connection: Connection, inputs: Inputs) -> None:
+    """Prompts were checked against the student's own context."""
+    limit = connection.facts.context_length
+    longest = max(recipe.rollout.max_new_tokens, recipe.evaluate.max_new_tokens or 0)
+    tasks = () if recipe.tasks.is_recorded else inputs.tasks.batch(0, NUM_PROBES)
+    prompt = max((len(inputs.template.prompt_ids(t.messages)) for t in tasks), default=0)
+    if prompt + longest > limit:
+        raise RecipeError(
+            f"rollout.server: the servers take {limit:,} tokens, and a prompt of {prompt:,} with "
+            f"max_new_tokens = {longest:,} has more. Start them with --max-model-len "
+            f"{inputs.settings.context_length:,}, the student's, or lower max_new_tokens"
+        )
 
 
 def _check_top_k(recipe: Recipe, connection: Connection) -> None:
