@@ -10,9 +10,12 @@ from courtside.chat.template import ChatTemplate
 from courtside.chat.template_variables import check_args
 from courtside.engines.loading import load_settings, load_tokenizer
 from courtside.recipe import Recipe
-from courtside.recipe.teacher import ModelTeacherConfig, SelfTeacherConfig
-
-TeacherConfig = SelfTeacherConfig | ModelTeacherConfig
+from courtside.recipe.teacher import (
+    ModelTeacherConfig,
+    ScoringTeacherConfig,
+    SelfTeacherConfig,
+    ServerTeacherConfig,
+)
 
 
 def make_student_template(recipe: Recipe, tokenizer: Any, eos_ids: Collection[int]) -> ChatTemplate:
@@ -27,7 +30,7 @@ def make_student_template(recipe: Recipe, tokenizer: Any, eos_ids: Collection[in
 
 
 def make_teacher_template(
-    config: TeacherConfig,
+    config: ScoringTeacherConfig,
     recipe: Recipe,
     student: ChatTemplate,
     tokenizer: Any,
@@ -40,7 +43,7 @@ def make_teacher_template(
         return student
     return ChatTemplate(
         tokenizer,
-        name=config.model if isinstance(config, ModelTeacherConfig) else student.name,
+        name=student.name if isinstance(config, SelfTeacherConfig) else config.model,
         eos_ids=eos_ids,
         args=teacher_args,
         day=_day(recipe),
@@ -49,14 +52,13 @@ def make_teacher_template(
 
 
 def load_teacher_template(
-    config: TeacherConfig, recipe: Recipe, student: ChatTemplate
+    config: ScoringTeacherConfig, recipe: Recipe, student: ChatTemplate
 ) -> ChatTemplate:
     """For what needs no weights."""
-    if isinstance(config, SelfTeacherConfig):
-        return make_teacher_template(config, recipe, student, student.tokenizer, student.eos_ids)
-    trust = config.trust_remote_code
-    tokenizer = load_tokenizer(config.model, trust_remote_code=trust)
-    eos_ids = load_settings(config.model, trust_remote_code=trust).eos_ids(tokenizer)
+    tokenizer, eos_ids = _load_tokenizer(config, student), student.eos_ids
+    if isinstance(config, ModelTeacherConfig):
+        trust = config.trust_remote_code
+        eos_ids = load_settings(config.model, trust_remote_code=trust).eos_ids(tokenizer)
     return make_teacher_template(config, recipe, student, tokenizer, eos_ids)
 
 
@@ -67,11 +69,17 @@ def check_teacher_args(recipe: Recipe, student: ChatTemplate) -> None:
         args = args if config.chat_template_args is None else config.chat_template_args
         if not args:
             continue
-        tokenizer, name = student.tokenizer, student.name
-        if isinstance(config, ModelTeacherConfig):
-            name = config.model
-            tokenizer = load_tokenizer(name, trust_remote_code=config.trust_remote_code)
-        check_args(tokenizer, args, name=name, field="teacher")
+        name = student.name if isinstance(config, SelfTeacherConfig) else config.model
+        check_args(_load_tokenizer(config, student), args, name=name, field="teacher")
+
+
+def _load_tokenizer(config: ScoringTeacherConfig, student: ChatTemplate) -> Any:
+    """Of a teacher that is a model of its own; the student's for one that names none."""
+    if isinstance(config, ModelTeacherConfig):
+        return load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    if isinstance(config, ServerTeacherConfig) and config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer)
+    return student.tokenizer
 
 
 def renders_alike(tokenizer: Any, other: Any) -> bool:

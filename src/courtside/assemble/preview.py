@@ -25,7 +25,7 @@ from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, RuleReaderConfig
-from courtside.recipe.teacher import ModelTeacherConfig
+from courtside.recipe.teacher import SelfTeacherConfig
 from courtside.tasks.base import FiniteSource
 from courtside.types import Hint, Observation, Sample, Task, Trajectory
 
@@ -142,7 +142,7 @@ def _preview_teachers(recipe: Recipe, inputs: Inputs, task: Task) -> Iterator[Pr
             messages = insert_context_text(config.context, task, text)
         template = load_teacher_template(config, recipe, inputs.template)
         ids = template.prompt_ids(messages)
-        name = config.model if isinstance(config, ModelTeacherConfig) else f"self:{config.weights}"
+        name = f"self:{config.weights}" if isinstance(config, SelfTeacherConfig) else config.model
         title = f"teacher {name}: prompt"
         yield _sequence(title, about, template, ids, added=_added(template, plain, ids))
 
