@@ -395,6 +395,22 @@ def test_the_pictures_show_every_arm_and_number(tmp_path: Path) -> None:
     assert dots[shifted] == num_rows * per_row, "made up: no turn was wrong before"
 
 
+@pytest.mark.parametrize("name", ["ways", "ways-agent"])
+def test_cost_pictures_show_every_arm_once_and_no_label_on_another(
+    tmp_path: Path, name: str
+) -> None:
+    folder = ROOT / "recipes" / name
+    results = json.loads((folder / "results.json").read_text())
+    for path in runpy.run_path(str(folder / "plots.py"))["draw"](results, tmp_path):
+        assert path.read_text() == (folder / path.name).read_text(), "run plots.py again"
+        texts = [e for e in ElementTree.fromstring(path.read_text()).iter() if e.tag[-4:] == "text"]
+        labels = [e for e in texts if e.text in results["arms"]]
+        assert sorted(e.text or "" for e in labels) == sorted(results["arms"])
+        spots = [(float(e.attrib["x"]), float(e.attrib["y"])) for e in labels]
+        for i, (x, y) in enumerate(spots):
+            assert not any(abs(x - u) < 20 and abs(y - v) < 12 for u, v in spots[:i])
+
+
 def test_the_switchboard_pictures_show_every_arm_seed_and_step(tmp_path: Path) -> None:
     folder = ROOT / "recipes/switchboard-both"
     results = json.loads((folder / "results.json").read_text())

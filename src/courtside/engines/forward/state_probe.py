@@ -39,17 +39,20 @@ def probe_state_passes(model: Any) -> StatePasses | str | None:
         candidates.append(_find_passes(model))
         return 0.0
 
-    reason = run_probe(model, find_states)
+    reason = run_probe(model, find_states, shrinks_window=False)
     if reason is not None or candidates[0] is None:
         return reason
     # Kernels of a GPU round float32 to TF32. In 16 bits the two forms of a recurrence differ by a
     # few percent a model; what is wrong with one does not: the examples compare bits, too.
-    limits = {"max_error": 0.001 if model.device.type == "cpu" else 0.01, "max_error_16bit": 0.15}
+    probe = partial(
+        run_probe, model, max_error=0.001 if model.device.type == "cpu" else 0.01,
+        max_error_16bit=0.15, shrinks_window=False,
+    )  # fmt: skip
     for batching in get_args(Batching):
         passes = replace(candidates[0], batching=batching)
-        reason = run_probe(model, partial(_decoding_error, passes), **limits)
+        reason = probe(partial(_decoding_error, passes))
         if reason is None:
-            chunk_reason = run_probe(model, partial(_chunk_error, passes), **limits)
+            chunk_reason = probe(partial(_chunk_error, passes))
             return replace(passes, continues_by_chunks=chunk_reason is None)
     return reason
 
@@ -68,6 +71,11 @@ def _find_passes(model: Any) -> StatePasses | None:
             _check_cache_is_filled(model, ids)
     if cache is None or not has_recurrent_states(cache):
         return None
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    if window and not any(
+        hasattr(layer, "sliding_window") for layer in getattr(cache, "layers", ())
+    ):
+        raise ModelError("its cache does not know its sliding window")  # and examples are shorter
     layout = StateLayout(cache)
     row = layout.copy_row(cache, 0, len(ids[0]))
     bytes_per_token = layout.num_bytes(row, kv=True) // len(ids[0]) or token_bytes(model)
@@ -85,7 +93,7 @@ def _check_cache_is_filled(model: Any, ids: Tensor) -> None:
     """For a model that returns no cache (Recurrent Gemma): its modules may have states instead."""
     cache = DynamicCache(config=model.config)
     model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-    if not all(layer.is_initialized for layer in cache.layers):
+    if not all(layer.is_initialized for layer in getattr(cache, "layers", ())):
         raise ModelError("it keeps states outside of its cache")
 
 
