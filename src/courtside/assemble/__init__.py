@@ -62,7 +62,7 @@ def assemble(
 
     progress = ProgressMeter()
     models = load_models(recipe, inputs.tokenizer, progress)
-    local = models.make_engine(models.weights.model, models.name, autocast=models.weights.autocast)
+    local = models.make_student_engine(models.weights, models.name)
     engine = serve(local)
     if not engine.capabilities.weight_updates:
         raise RecipeError(

@@ -101,7 +101,7 @@ class TeacherFactory:
 
     def _model_teacher(self, config: ModelTeacherConfig) -> tuple[Engine, ChatTemplate]:
         model, tokenizer = self.models.teachers[key_of(config)]
-        local = self.models.make_engine(model, config.model)
+        local = self.models.make_engine(model, config.model, context_length=config.context_length)
         if _renders_alike(tokenizer, self.models.tokenizer):
             return self.serve(local), self.template.renderer
         if tokenizer.chat_template != self.models.tokenizer.chat_template:
@@ -122,7 +122,12 @@ class TeacherFactory:
         if weights.adapter is None:
             model = weights.copy()
             shadow = {n: p.data for n, p in model.named_parameters() if n in weights.trained}
-            engine = self.models.make_engine(model, label, autocast=weights.autocast)
+            engine = self.models.make_engine(
+                model,
+                label,
+                context_length=self.models.context_length,
+                autocast=weights.autocast,
+            )
             swap = nullcontext
         elif config.weights == "ema":
             shadow = {name: p.detach().clone() for name, p in weights.trained.items()}

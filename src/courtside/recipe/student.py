@@ -51,4 +51,8 @@ class StudentConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time, the same
     result."""
+    context_length: PositiveInt | None = None
+    """Tokens of the longest sequence. Unset: as many as the model has positions; where its RoPE
+    factors depend on the length (longrope, dynamic NTK), the length that it was first trained with.
+    More gives all sequences the factors of that length, as vLLM's `--max-model-len` does."""
     trust_remote_code: bool = False

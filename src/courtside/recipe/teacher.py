@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from courtside.recipe.base import Section, Setting, import_path
 
@@ -93,6 +93,8 @@ class ModelTeacherConfig(Section):
     """auto: as the student's. int8: weights of the linear layers in 8 bits with a scale per row.
     nf4: in 4 bits, by bitsandbytes (`pip install -e '.[quantized]'`)."""
     context: Context | None = None
+    context_length: PositiveInt | None = None
+    """As `student.context_length`."""
     trust_remote_code: bool = False
 
     @model_validator(mode="after")

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from itertools import compress
 from typing import Any
 
@@ -122,6 +123,8 @@ def _is_plain_norm(module: Any) -> bool:
     if "RMSNorm" not in type(module).__name__ or not hasattr(module, "variance_epsilon"):
         return False
     if weight is None or weight.dtype != torch.float32 or weight.dim() != 1:
+        return False
+    if len(signature(module.forward).parameters) != 1:  # a gated norm takes the gate as well
         return False
     x = torch.linspace(-2, 3, 3 * len(weight)).sin().view(3, -1)
     return torch.equal(_rms_norm(x, x, weight, module.variance_epsilon), module(x))

@@ -130,6 +130,7 @@ def _with_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
                 "'all-linear', or names of "
                 "linear layers of this model"
             ) from error
+        _check_adapter(model, lora)
     if lora.dropout and model.get_output_embeddings() is not head:
         raise ModelError(
             f"student.lora.dropout = {lora.dropout}: the output head is among the targets, and its "
@@ -137,3 +138,40 @@ def _with_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
             "head out"
         )
     return adapted
+
+
+@torch.no_grad()
+def _check_adapter(model: Any, lora: LoraConfig) -> None:
+    """PEFT puts adapters in all kinds of linear layers, also in those that compute more, and where
+    a model multiplies the bare weight in training alone: such an adapter would act on samples only.
+    """
+    advice = "Name linear layers of its attention and MLP, such as ['q_proj', 'v_proj']"
+    ids = torch.arange(4, device=model.device)[None]
+    adapted = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
+    called: dict[bool, set[str]] = {}
+    training = model.training
+    for mode in (False, True):
+        called[mode] = set()
+        hooks = [
+            module.register_forward_hook(lambda *_, mode=mode, name=name: called[mode].add(name))
+            for name, module in adapted.items()
+        ]
+        try:
+            model.train(mode)(input_ids=ids, use_cache=False)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"student.lora.target_modules = {lora.target_modules!r}: with these adapters "
+                f"{type(model).__name__} does not run ({type(error).__name__}: {error}). {advice}"
+            ) from error
+        finally:
+            model.train(training)
+            for hook in hooks:
+                hook.remove()
+    # Routers send a token to other experts in training.
+    missed = sorted(name for name in called[False] - called[True] if "expert" not in name)
+    if missed:
+        raise ModelError(
+            f"student.lora.target_modules = {lora.target_modules!r}: in training "
+            f"{type(model).__name__} multiplies the bare weight of {missed[0]}, so its adapter "
+            f"would act on samples and never train. {advice}"
+        )

@@ -93,10 +93,6 @@ def test_the_windows_matter_in_these_examples() -> None:
     assert not torch.allclose(first, second, atol=1e-2)
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),
     [
@@ -104,7 +100,6 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
         ("llama4_text", {"num_local_experts": 2, "head_dim": 8, "attention_chunk_size": 8},
          "'chunked_attention'"),
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "'conv'"),
-        ("phi3", {"sliding_window": None, "rope_parameters": LONGROPE}, "'longrope'"),
         ("gpt_neo", {"num_layers": 2, "num_heads": 4, "window_size": 5, "num_hidden_layers": 2,
                      "attention_types": [[["global", "local"], 1]]}, "window_size"),
         ("llama", {"attn_implementation": "flex_attention"}, "'flex_attention'"),
