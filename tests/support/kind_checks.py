@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from support.float64 import in_float64
 from support.gradients import flatten_gradients, take_gradients
+from support.hybrids import plain_logp
 from support.model_kinds import ModelKind, build_model
 from support.small_runs import small_recipe
 from support.tiny_model import tiny_tokenizer
@@ -60,14 +61,6 @@ class KindResult:
     """By check: the largest error in nats; of `gradient` the relative one."""
     problems: dict[str, str] = field(default_factory=dict)
     """By check: why it was refused, or where it raised."""
-
-
-@torch.no_grad()
-def plain_logp(model: Any, ids: Sequence[int]) -> Tensor:
-    """Log-probs of all tokens but the first."""
-    logits_LV = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
-    ids_T1 = torch.tensor(ids[1:])[:, None]
-    return logits_LV[:-1].log_softmax(-1).gather(-1, ids_T1)[:, 0]
 
 
 def largest_error(logp_T: Tensor, expected_T: Tensor) -> float:
@@ -334,7 +327,9 @@ def describe_paths(engine: LocalEngine) -> dict[str, str]:
     if passes.padding_reason is not None:
         how = "padded" if passes.separate_reason is None else "one at a time"
     sampling = "KV cache"
-    if engine.stateless_reason is not None:
+    if engine.state_passes is not None:
+        sampling = "saved states"
+    elif engine.stateless_reason is not None:
         sampling = engine.decode_path[0].replace("_", " ")
     hints = "tree" if engine.separate_branches_reason is None else "separate"
     return {"passes": how, "sampling": sampling, "hints": hints}

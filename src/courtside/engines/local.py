@@ -31,6 +31,8 @@ from courtside.engines.base import (
 )
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, score_positions
+from courtside.engines.forward.state_branches import find_separate_reason, score_state_trees
+from courtside.engines.forward.state_passes import StatePasses, probe_state_passes
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_trees
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.cuda_graphs import CudaGraphs
@@ -38,6 +40,7 @@ from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.eager_probe import DecodePath, choose_decode_path
 from courtside.engines.generation.kv_cache import POSITION_STEP, KVCachePool
 from courtside.engines.generation.left_padded import LeftPaddedBatch
+from courtside.engines.generation.recurrent_session import RecurrentBatch, RecurrentSession
 from courtside.engines.generation.sampler import SampleBuffer
 from courtside.engines.generation.session import CachedSession, decode
 from courtside.engines.generation.uncached import DecodeBatch, SeparateRows, UncachedRows
@@ -45,7 +48,11 @@ from courtside.engines.lm_head import find_lm_head
 from courtside.engines.loading import expose_base_model, find_context_length, find_eos_ids
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.patches.onednn_prepack import make_prepacked_patches
-from courtside.engines.probes import probe_causality, probe_kv_cache
+from courtside.engines.probes import (
+    find_unsupported_attention,
+    probe_causality,
+    probe_kv_cache,
+)
 from courtside.engines.rope import fix_rope
 from courtside.errors import ModelError
 from courtside.progress import PhaseProgress, ProgressMeter
@@ -102,6 +109,7 @@ class LocalEngine:
             hidden_states=True,
             branches=True,
             weight_updates=True,
+            row_state_tokens=self.row_state_tokens,
             mixed_sampling=True,
         )
 
@@ -118,7 +126,7 @@ class LocalEngine:
                 notes.append(f"{self.name}: sequences pass one at a time ({separate_reason})")
         elif (reason := self.passes.unshared_reason) is not None:
             notes.append(f"{self.name}: every sample prefills its own prompt ({reason})")
-        if self.stateless_reason is not None:
+        if self.stateless_reason is not None and self.state_passes is None:
             path, reason = self.decode_path
             if path == "separate_rows":
                 notes.append(f"{self.name}: samples one row at a time ({reason})")
@@ -153,7 +161,8 @@ class LocalEngine:
             samples = []
             while len(samples) < len(ordered):
                 start = len(samples)
-                end = start + max(1, self.max_batch_tokens // lengths[order[start]])
+                row_tokens = lengths[order[start]] + self.row_state_tokens
+                end = start + max(1, self.max_batch_tokens // row_tokens)
                 samples += self._sample_batch(ordered[start:end], sampling)
         by_request = dict(zip(order, samples, strict=True))
         return [by_request[i] for i in range(len(requests))]
@@ -162,6 +171,9 @@ class LocalEngine:
         num_rows = len(requests)
         if self.stateless_reason is None:
             return self.session(num_rows).sample(range(num_rows), requests, sampling)
+        if self.state_passes is not None:
+            session = self._recurrent_session(num_rows, self.state_passes, retain_states=False)
+            return session.sample(range(num_rows), requests, sampling)
         prompts = [request.prompt_ids for request in requests]
         with self.autocast_context():
             batch = self.decode_batch(prompts)
@@ -176,6 +188,8 @@ class LocalEngine:
         def left_padded(prompts: Sequence[tuple[int, ...]]) -> DecodeBatch:
             return LeftPaddedBatch(self.model, prompts, pad_id=self.pad_id)
 
+        if self.state_passes is not None:
+            return RecurrentBatch(self.state_passes, prompts)
         path, _ = self.decode_path
         if path == "left_padded":
             return left_padded(prompts)
@@ -193,6 +207,8 @@ class LocalEngine:
 
     def session(self, num_rows: int, *, row_capacity: int | None = None) -> Session:
         """Multi-turn conversations, one per row."""
+        if self.state_passes is not None:
+            return self._recurrent_session(num_rows, self.state_passes)
         if self.stateless_reason is not None:
             return StatelessSession(self.sample, num_rows=num_rows, note=self.stateless_reason)
         if self.uses_continuous_batching:
@@ -205,6 +221,40 @@ class LocalEngine:
             make_buffer=self.make_buffer,
             autocast_context=self.autocast_context,
         )
+
+    def _recurrent_session(
+        self, num_rows: int, passes: StatePasses, *, retain_states: bool = True
+    ) -> RecurrentSession:
+        return RecurrentSession(
+            passes,
+            self.head,
+            num_rows=num_rows,
+            make_buffer=self.make_buffer,
+            autocast_context=self.autocast_context,
+            retain_states=retain_states,
+        )
+
+    @property
+    def state_passes(self) -> StatePasses | None:
+        """How a recurrent or hybrid model continues from saved states; None: it has only a KV
+        cache, or states that do not continue a sequence."""
+        passes = self._probed_states
+        return passes if isinstance(passes, StatePasses) else None
+
+    @property
+    def row_state_tokens(self) -> int:
+        """See `Capabilities`."""
+        if find_unsupported_attention(self.model) is None:  # without a probe, for models with KV
+            return 0
+        return 0 if self.state_passes is None else self.state_passes.row_state_tokens
+
+    @cached_property
+    def _probed_states(self) -> StatePasses | str | None:
+        """With the reason where they do not continue a sequence."""
+        if self.stateless_reason is None:
+            return None
+        with self.autocast_context():
+            return probe_state_passes(self.model)
 
     def _continuous_batching(self, num_rows: int, row_capacity: int) -> ContinuousBatchingSession:
         return ContinuousBatchingSession(
@@ -298,6 +348,8 @@ class LocalEngine:
     @cached_property
     def separate_branches_reason(self) -> str | None:
         """Why branches of this model are scored separately; None: they share their trunk's pass."""
+        if self.state_passes is not None:
+            return find_separate_reason(self.state_passes)
         with self.autocast_context():
             return probe_tree_scoring(self.passes)
 
@@ -313,6 +365,17 @@ class LocalEngine:
         for r in requests:
             self.check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
         with self.autocast_context(), self._patch_model():
+            if self.state_passes is not None:
+                return score_state_trees(
+                    self.state_passes,
+                    self.head,
+                    requests,
+                    pad_id=self.pad_id,
+                    want=want,
+                    top_k=top_k,
+                    max_tokens=self.score_batch_tokens,
+                    progress=self.progress,
+                )
             return score_trees(
                 self.passes,
                 self.head,

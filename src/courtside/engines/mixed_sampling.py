@@ -49,8 +49,12 @@ class MixedSampler:
         for request in requests:
             self.student.check_length(len(request.prompt_ids) + sampling.max_new_tokens)
             self.teacher.check_length(len(request.teacher_prompt_ids) + sampling.max_new_tokens)
+        num_state_tokens = self.student.row_state_tokens + self.teacher.row_state_tokens
         lengths = [  # of both KV caches
-            len(r.prompt_ids) + len(r.teacher_prompt_ids) + 2 * sampling.max_new_tokens
+            num_state_tokens
+            + len(r.prompt_ids)
+            + len(r.teacher_prompt_ids)
+            + 2 * sampling.max_new_tokens
             for r in requests
         ]
         # Longest first, and samples of one prompt as neighbors: they share its prefill.

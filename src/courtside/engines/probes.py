@@ -77,8 +77,11 @@ def _layer_kinds(config: Any) -> set[str]:
 
 
 @torch.no_grad()
-def run_probe(model: Any, compute_error: Callable[[], float]) -> str | None:
-    """What is wrong with an example whose relative error is `compute_error()`; None: nothing."""
+def run_probe(
+    model: Any, compute_error: Callable[[], float], *, max_error: float = MAX_ERROR
+) -> str | None:
+    """What is wrong with an example whose relative error is `compute_error()`; None: nothing.
+    `max_error`: in float32."""
     try:
         with eval_mode(model):
             error = compute_error()
@@ -86,7 +89,7 @@ def run_probe(model: Any, compute_error: Callable[[], float]) -> str | None:
         raise
     except PROBE_ERRORS as e:
         return f"a small example fails ({type(e).__name__}: {e})"
-    if not error < (0.05 if is_16bit(model) else MAX_ERROR):
+    if not error < (0.05 if is_16bit(model) else max_error):
         return "on a small example its hidden states are not those of separate passes"
     return None
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.kind_checks import make_ids, plain_logp
+from support.hybrids import plain_logp
+from support.kind_checks import make_ids
 from support.model_kinds import ModelKind, build_model
 from support.tiny_model import tiny_model, tiny_tokenizer
 

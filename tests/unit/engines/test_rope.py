@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.kind_checks import Checks, largest_error, make_ids, plain_logp
+from support.hybrids import plain_logp
+from support.kind_checks import Checks, largest_error, make_ids
 from support.model_kinds import DYNAMIC, LONGROPE, ModelKind, build_model
 from support.tiny_model import tiny_tokenizer
 from transformers import AutoConfig
