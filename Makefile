@@ -39,6 +39,7 @@ docs: .venv/.ready
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/pictures.py
 	$(BIN)/python scripts/result_numbers.py
+	$(BIN)/python scripts/template_table.py
 
 models: .venv/.ready
 	$(BIN)/python scripts/models.py

@@ -36,6 +36,7 @@ from courtside.engines.forward.state_passes import StatePasses, probe_state_pass
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_trees
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.cuda_graphs import CudaGraphs
+from courtside.engines.generation.decode_probe import probe_decoding
 from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.eager_probe import DecodePath, choose_decode_path
 from courtside.engines.generation.kv_cache import POSITION_STEP, KVCachePool
@@ -291,7 +292,10 @@ class LocalEngine:
     def stateless_reason(self) -> str | None:
         """Why this model's KV cache cannot persist between turns; None: it can."""
         with self.autocast_context():
-            return probe_kv_cache(self.model)
+            reason = probe_kv_cache(self.model)
+            if reason is None and self.device.type == "cuda":
+                reason = probe_decoding(self.model, self.autocast)
+            return reason
 
     @property
     def make_buffer(self) -> Callable[[int, Sampling], SampleBuffer]:
