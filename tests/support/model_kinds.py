@@ -114,7 +114,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
     "falcon_mamba": {"state_size": 8},
     "fuyu": {"text_config": {"model_type": "persimmon"}},
-    "gemma2": {**MIXED_WINDOWS, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
+    "gemma2": {**MIXED_WINDOWS, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0,
+               "attn_implementation": "eager"},  # as it is loaded: SDPA leaves out the cap
     "gemma3": {"text_config": MIXED_WINDOWS, "vision_config": {"model_type": "siglip_vision_model"},
                "mm_tokens_per_image": 4, "image_token_index": 255, "boi_token_index": 254,
                "eoi_token_index": 253},
@@ -217,6 +218,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rembert": {"input_embedding_size": 16, "output_embedding_size": 24},
     "roc_bert": {"enable_pronunciation": False, "enable_shape": False},
     "trocr": SEQ2SEQ,
+    "vaultgemma": {"attn_implementation": "eager"},
     "whisper": {**SEQ2SEQ, "max_target_positions": 256},
     "xglm": {"ffn_dim": 48, "attention_heads": 4, "num_layers": 2, "d_model": 32},
     "xlm": {"causal": True},

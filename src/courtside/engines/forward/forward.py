@@ -285,7 +285,9 @@ def probe_packing(model: Any, backend: VarlenBackend = DEFAULT_BACKEND) -> str |
 
 def probe_padding(model: Any, *, pad_id: int) -> str | None:
     """Why each sequence of this model takes a pass of its own; None: batches can be padded."""
-    return find_batch_problem(model) or run_probe(model, lambda: _padding_error(model, pad_id))
+    reason = find_batch_problem(model)
+    # Whatever its window: no token attends to padding after it.
+    return reason or run_probe(model, lambda: _padding_error(model, pad_id), shrinks_window=False)
 
 
 def _padding_error(model: Any, pad_id: int) -> float:
