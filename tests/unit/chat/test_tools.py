@@ -90,7 +90,7 @@ def test_a_recorded_conversation_with_tools_is_rendered_and_hinted() -> None:
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_thoughts_beside_the_content_are_refused_not_lost(key: str) -> None:
+def test_thoughts_outside_the_content_are_refused_not_lost(key: str) -> None:
     message = {"role": "assistant", "content": "2", key: "Hm."}
     with pytest.raises(TaskError, match=rf"here\[1\]\.{key}: .* beginning of `content`"):
         parse_messages([HISTORY[0], message], "here")
