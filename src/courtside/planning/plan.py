@@ -25,7 +25,6 @@ PAPER_NOTE = (
     "teacher are divided evenly (as by FSDP), rollouts by tensor parallelism within a machine of "
     "eight, machines linked at 50 GB/s a GPU"
 )
-WINDOW_NOTE = "models with sliding windows decode without CUDA graphs, about eleven times slower"
 OTHER_GPU_NOTE = (
     "times were measured on an H200 and two CPU cores only; for this GPU they are scaled"
 )
@@ -171,8 +170,6 @@ def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
     notes = []
     if work.num_gpus > 1:
         notes.append(PAPER_NOTE)
-    if work.models.student.has_window and work.device.is_gpu:
-        notes.append(WINDOW_NOTE)
     if work.device.name not in ("h200", "cpu") and measured is None:
         notes.append(OTHER_GPU_NOTE)
     if measured is not None:
