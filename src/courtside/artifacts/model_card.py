@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -136,6 +137,11 @@ def _describe_use(recipe: Recipe, *, adapter: bool, dtype: str, command: str | N
                 else "These weights are the base as its files have it with the adapter: "
             )
             + "log-probs differ by the error of that quantization."
+        )
+    if switches := recipe.student.chat_template_args:
+        parts.append(
+            "It was trained with these switches of its chat template, which a server needs, too "
+            f"(vLLM: chat_template_kwargs of a request): `{json.dumps(dict(switches))}`."
         )
     if recipe.student.model == BUILTIN_MODEL:
         parts.append(
