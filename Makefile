@@ -33,12 +33,14 @@ check: .venv/.ready
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/pictures.py --check
 	$(BIN)/python scripts/result_numbers.py --check
+	$(BIN)/python scripts/planned_sizes.py --check
 	$(BIN)/python scripts/check_names.py
 
 docs: .venv/.ready
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/pictures.py
 	$(BIN)/python scripts/result_numbers.py
+	$(BIN)/python scripts/planned_sizes.py
 	$(BIN)/python scripts/template_table.py
 
 models: .venv/.ready

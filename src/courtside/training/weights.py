@@ -42,7 +42,9 @@ class StudentWeights:
             adapter=config.adapter,
             keep_layers=config.keep_layers,
             average_with=None if average is None else (average.model, average.weight),
+            in_4_bits=config.lora is not None and config.lora.base_dtype == "nf4",
         )
+        _keep_differentiable(self.model)
         self.autocast = torch.bfloat16 if dtype == torch.bfloat16 else None
         self.adapter: Any = None
         if config.lora:
@@ -105,6 +107,14 @@ class MovingAverage:
     def update(self) -> None:
         for name, average in self.shadow.items():
             average.lerp_(self.trained[name].detach(), 1 - self.decay)
+
+
+def _keep_differentiable(model: Any) -> None:
+    """On CPUs with avx512_bf16, bitsandbytes packs 4-bit weights for inference when a layer first
+    runs without a gradient, and the packed ones have no backward pass."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _with_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
