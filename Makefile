@@ -7,7 +7,7 @@ TRANSFORMERS4 := .venv-transformers4/bin
 INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 RECIPE ?= recipes/targeted-hints/recipe.toml
 
-.PHONY: help demo test check bench docs mutants
+.PHONY: help demo test check bench docs models mutants
 .DELETE_ON_ERROR:
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test     all checks and tests"
 	@echo "make check    lint, format, types, imports, generated reference and pictures"
 	@echo "make docs     write docs/reference, the pictures and measured numbers again"
+	@echo "make models   every causal LM of transformers, run small: right or refused? (minutes)"
 	@echo "make mutants  break each formula on purpose: do the tests notice? (minutes)"
 	@echo "make bench    ratios on this CPU against TRL, plain logits, generate and the floor (minutes)"
 
@@ -32,13 +33,18 @@ check: .venv/.ready
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/pictures.py --check
 	$(BIN)/python scripts/result_numbers.py --check
+	$(BIN)/python scripts/planned_sizes.py --check
 	$(BIN)/python scripts/check_names.py
 
 docs: .venv/.ready
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/pictures.py
 	$(BIN)/python scripts/result_numbers.py
+	$(BIN)/python scripts/planned_sizes.py
 	$(BIN)/python scripts/template_table.py
+
+models: .venv/.ready
+	$(BIN)/python scripts/models.py
 
 mutants: .venv/.ready
 	$(BIN)/python tests/numerics/mutants.py

@@ -64,7 +64,7 @@ def assemble(
     servers = connect_servers(recipe, inputs)
     progress = ProgressMeter()
     models = load_models(recipe, inputs.tokenizer, progress)
-    local = models.make_engine(models.weights.model, models.name, autocast=models.weights.autocast)
+    local = models.make_student_engine(models.weights, models.name)
     engine: Engine
     if servers.rollout is None:
         engine = serve(local)

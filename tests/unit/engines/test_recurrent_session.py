@@ -21,7 +21,6 @@ from courtside.engines.patches.fused_layers import FusedLayers
 from courtside.engines.patches.onednn_prepack import prepack_linear_layers
 from courtside.engines.patches.patch import apply_patches
 from courtside.engines.row_states import StateLayout
-from courtside.errors import ModelError
 
 SINGLE_TOKENS = {"jamba", "mamba", "falcon_mamba", "minimax"}
 """Kinds whose passes over several tokens do not start from the state."""
@@ -170,7 +169,7 @@ def test_rows_are_joined_and_split_without_loss() -> None:
         assert all(map(torch.equal, copied.tensors, state.tensors))
 
 
-def test_states_outside_of_the_cache_are_refused_by_name() -> None:
+def test_a_model_with_states_outside_of_its_cache_samples_without_one() -> None:
     config = RecurrentGemmaConfig(
         vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=1, head_dim=8, lru_width=32,
@@ -178,12 +177,14 @@ def test_states_outside_of_the_cache_are_refused_by_name() -> None:
         pad_token_id=0, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     engine = LocalEngine(RecurrentGemmaForCausalLM(config).eval(), tiny_tokenizer(), name="x")
-    request = SampleRequest(prompt_ids=(3, 4), seed=0)
-    with pytest.raises(ModelError, match=r"x \(recurrent_gemma\) cannot sample.* outside of its"):
-        engine.sample([request], Sampling(max_new_tokens=2))
+    requests = [SampleRequest(prompt_ids=prompt(n), seed=n) for n in (2, 30)]
+    samples = engine.sample(requests, Sampling(max_new_tokens=4))
+    assert engine.decode_path[0] == "uncached"
+    for request, sample in zip(requests, samples, strict=True):
+        assert_plain(engine, request.prompt_ids + sample.token_ids, sample.logp)
 
 
-def test_unknown_states_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_unknown_states_are_not_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = LocalEngine(make_hybrid("lfm2"), tiny_tokenizer(), name="model-x")
     init = StateLayout.__init__
 
@@ -192,9 +193,13 @@ def test_unknown_states_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
         init(self, cache)
 
     monkeypatch.setattr(StateLayout, "__init__", add_state)
-    request = SampleRequest(prompt_ids=(3, 4), seed=0)
-    with pytest.raises(ModelError, match=r"model-x \(lfm2\) cannot sample.*router_states"):
-        engine.sample([request], Sampling(max_new_tokens=2))
+    requests = [SampleRequest(prompt_ids=(3, 4) * n, seed=n) for n in (1, 4)]
+    samples = engine.sample(requests, Sampling(max_new_tokens=5))
+    assert engine.decode_path[0] == "separate_rows"
+    for request, sample in zip(requests, samples, strict=True):
+        ids = request.prompt_ids + sample.token_ids
+        expected_T = plain_logp(engine.model, ids)[len(request.prompt_ids) - 1 :]
+        torch.testing.assert_close(torch.tensor(sample.logp), expected_T, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_mamba", "zamba2", "kimi_linear"])
