@@ -79,15 +79,6 @@ def _installed_version(package: str) -> str:
         raise ModelError(f"{package} is not installed: pip install {package}") from None
 
 
-def attention_arguments(config: Any) -> dict[str, str]:
-    """For `from_pretrained`. Until 5.20 transformers gives a model whose attention has a soft cap
-    (Gemma 2) torch's SDPA, which leaves the cap out; later ones run it eagerly by themselves."""
-    softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    if softcap is None or parse_release(_installed_version("transformers")) >= (5, 21):
-        return {}
-    return {"attn_implementation": "eager"}
-
-
 # ── what has two names ───────────────────────────────────────────────────────────────────────────
 
 

@@ -24,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from courtside.engines.builtin_model import BUILTIN_MODEL, locate_builtin_model
-from courtside.engines.compatibility import attention_arguments
 from courtside.engines.precision import average_in_place
 from courtside.errors import ModelError
 from courtside.recipe.builtin import find_adapter_folder
@@ -78,13 +77,12 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     model: Any
-    options = _nf4_arguments(name, dtype, device) if in_4_bits else {}
-    options |= attention_arguments(load_config(name, trust_remote_code=trust_remote_code))
+    quantization = _nf4_arguments(name, dtype, device) if in_4_bits else {}
     # Merged in float32: in bfloat16 small updates of the adapter would be rounded away.
     load_dtype = dtype if adapter is None and average_with is None else torch.float32
     model, loading_info = _load(AutoModelForCausalLM, name, dtype=load_dtype, use_safetensors=True,
                           trust_remote_code=trust_remote_code, output_loading_info=True,
-                          ignore_mismatched_sizes=True, **options)  # fmt: skip
+                          ignore_mismatched_sizes=True, **quantization)  # fmt: skip
     # transformers would initialize such weights at random, with a warning.
     missing = set(loading_info["missing_keys"]) | {
         key for key, *_ in loading_info["mismatched_keys"]
@@ -103,7 +101,17 @@ def load_model(
     if keep_layers is not None:
         _prune(model, keep_layers)
     _check_finite(model, name)
+    _keep_soft_cap(model)
     return model.to(device).eval()
+
+
+def _keep_soft_cap(model: Any) -> None:
+    """transformers runs Gemma 2 by torch's SDPA, which leaves out the soft cap of its attention:
+    another model than it was trained as, and than vLLM serves."""
+    config = model.config.get_text_config()
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    if capped and config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
 
 
 def _nf4_arguments(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
