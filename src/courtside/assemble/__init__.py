@@ -22,6 +22,7 @@ from courtside.assemble.teachers import (
     make_hint_trial,
 )
 from courtside.engines.base import Engine
+from courtside.engines.compatibility import describe_new_versions
 from courtside.engines.cpu.threads import choose_threads
 from courtside.engines.local import LocalEngine
 from courtside.errors import RecipeError
@@ -55,6 +56,7 @@ def assemble(
     how many a resumed run had."""
     thread_note = choose_threads(num_threads)
     notes = [] if thread_note is None else [thread_note]
+    notes += describe_new_versions()
 
     inputs = load_inputs(recipe, trains=trains)
     notes += inputs.notes

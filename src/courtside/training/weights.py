@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from courtside.engines.compatibility import (
+    disable_activation_checkpointing,
+    enable_activation_checkpointing,
+    uses_activation_checkpointing,
+)
 from courtside.engines.loading import load_model, silence_tied_weight_warnings
-from courtside.engines.precision import resolve_dtype
+from courtside.engines.precision import average_in_place, resolve_dtype
 from courtside.errors import ModelError
 from courtside.recipe.student import LoraConfig, StudentConfig
 from courtside.seeds import seed_for
@@ -57,14 +62,12 @@ class StudentWeights:
                     f"{type(self.model).__name__}. Set it to false and lower "
                     "train.micro_batch_tokens"
                 )
-            self.model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+            enable_activation_checkpointing(self.model)
         self.device = device
 
     @property
     def uses_gradient_checkpointing(self) -> bool:
-        return bool(self.model.is_gradient_checkpointing)
+        return uses_activation_checkpointing(self.model)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -92,7 +95,7 @@ class StudentWeights:
     def copy(self) -> Any:
         """A separate frozen model with the current weights."""
         model = copy.deepcopy(self.model).eval()
-        model.gradient_checkpointing_disable()
+        disable_activation_checkpointing(model)
         return model.requires_grad_(False)
 
 
@@ -106,7 +109,7 @@ class MovingAverage:
     @torch.no_grad()
     def update(self) -> None:
         for name, average in self.shadow.items():
-            average.lerp_(self.trained[name].detach(), 1 - self.decay)
+            average_in_place(average, self.trained[name].detach(), 1 - self.decay)
 
 
 def _keep_differentiable(model: Any) -> None:
