@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -110,7 +111,7 @@ def find_lm_head(model: Any, *, vocab_size: int | None = None) -> LMHead:
         scale=scale,
     )
     probe = torch.arange(4, device=model.device)[None] % module.weight.shape[0]
-    with torch.no_grad():
+    with torch.no_grad(), _autocast_of(model):
         logits_NV = head(model.base_model(input_ids=probe, use_cache=False).last_hidden_state[0])
         expected_NV = model(input_ids=probe, use_cache=False).logits[0].to(logits_NV.dtype)
     if not torch.allclose(
@@ -122,3 +123,14 @@ def find_lm_head(model: Any, *, vocab_size: int | None = None) -> LMHead:
         )
     head.vocab_size = vocab_size or head.vocab_size
     return head
+
+
+def _autocast_of(model: Any) -> AbstractContextManager[Any]:
+    """For a model whose linear weights have been cast ahead of autocast, beside float32
+    embeddings."""
+    embeddings = model.get_input_embeddings().weight
+    linear = next((m for m in model.base_model.modules() if isinstance(m, nn.Linear)), None)
+    dtype = embeddings.dtype if linear is None else linear.weight.dtype
+    if dtype not in (torch.bfloat16, torch.float16) or embeddings.dtype != torch.float32:
+        return nullcontext()
+    return torch.autocast(embeddings.device.type, dtype)

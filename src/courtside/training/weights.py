@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from courtside.engines.lm_head import LMHead
 from courtside.engines.loading import load_model, silence_tied_weight_warnings
 from courtside.engines.precision import resolve_dtype
 from courtside.errors import ModelError
@@ -85,6 +86,22 @@ class StudentWeights:
         finally:
             for name, parameter in self.trained.items():
                 parameter.data = before[name]
+
+    # ── whole on this process; `sharding.ShardedWeights` overrides these ────────────────────────
+
+    def gather_head(self) -> AbstractContextManager[None]:
+        """Around the forward and backward passes of a step."""
+        return nullcontext()
+
+    def gather_layers(self) -> AbstractContextManager[None]:
+        """Around what looks at the parameters of layers."""
+        return nullcontext()
+
+    def start_pass(self, head: LMHead, *, is_last: bool) -> None:
+        """Before each forward and backward pass of a step."""
+
+    def publish(self) -> None:
+        """Give trained weights to the model that samples, where it is another one."""
 
     def copy(self) -> Any:
         """A separate frozen model with the current weights."""
