@@ -9,6 +9,7 @@ bandwidth is measured in the same run.
     python benchmarks/sampling.py --device cuda --model smollm2-135m --prompts 32    # one case
     python benchmarks/sampling.py --device cuda --prompts 8 --profile    # where a step's time goes
     python benchmarks/sampling.py --device cuda --vllm PATHS --shapes qwen3-0.6b    # against vLLM
+    python benchmarks/sampling.py --device cuda --vllm PATHS --shapes gemma-3-1b    # with windows
 
 `--vllm` names the folders that vLLM is imported from, as PYTHONPATH does. Its side runs first, in a
 process of its own (`vllm_side.py`), on the rows and lengths of `VLLM_GRID`.

@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from workload import SEED
 
 from courtside.engines.local import LocalEngine
@@ -46,19 +57,55 @@ QWEN3 = {
         num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     ),
 }  # fmt: skip
-NAMES = (*LLAMA, *QWEN3)
+GEMMA3 = {
+    "gemma-3-1b": dict(
+        vocab_size=262144, hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=256, query_pre_attn_scalar=256,
+        sliding_window=512, max_position_embeddings=32768,
+    ),
+}  # fmt: skip
+"""Five layers with a window, then one without."""
+OLMO3 = {
+    "olmo-3-7b": dict(
+        vocab_size=100278, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=32, sliding_window=4096,
+        max_position_embeddings=65536, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+GPT_OSS = {
+    "gpt-oss-20b": dict(
+        vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=24,
+        num_attention_heads=64, num_key_value_heads=8, head_dim=64, sliding_window=128,
+        num_local_experts=32, num_experts_per_tok=4, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+"""In 16 bits, where the published weights have four."""
+CLASSES: list[tuple[dict[str, dict[str, Any]], Any, Any]] = [
+    (LLAMA, LlamaConfig, LlamaForCausalLM),
+    (QWEN3, Qwen3Config, Qwen3ForCausalLM),
+    (GEMMA3, Gemma3TextConfig, Gemma3ForCausalLM),
+    (OLMO3, Olmo3Config, Olmo3ForCausalLM),
+    (GPT_OSS, GptOssConfig, GptOssForCausalLM),
+]
+SHAPES = {
+    name: (settings, make_config, make_model)
+    for group, make_config, make_model in CLASSES
+    for name, settings in group.items()
+}
+NAMES = tuple(SHAPES)
 
 
-def model_config(kind: str) -> LlamaConfig | Qwen3Config:
+def model_config(kind: str) -> Any:
+    settings, make_config, make_model = SHAPES[kind]
     defaults = {"max_position_embeddings": 131072, "tie_word_embeddings": True}
-    make = LlamaConfig if kind in LLAMA else Qwen3Config
-    return make(**{**defaults, **(LLAMA | QWEN3)[kind]})
+    config = make_config(**{**defaults, **settings})
+    config.architectures = [make_model.__name__]
+    return config
 
 
 def shape(kind: str) -> Any:
     """A model of a known shape; its weights do not matter to the clock."""
-    config = model_config(kind)
-    return (LlamaForCausalLM if kind in LLAMA else Qwen3ForCausalLM)(config)
+    return SHAPES[kind][2](model_config(kind))
 
 
 def random_model(kind: str, device: torch.device, dtype: torch.dtype, **_: Any) -> Any:

@@ -25,9 +25,7 @@ def make_llm(model: str, *, max_length: int, max_rows: int, folder: str) -> Any:
     prepare_vllm_import()
     from vllm import LLM
 
-    config = model_config(model)
-    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
-    config.save_pretrained(folder)
+    model_config(model).save_pretrained(folder)
     return LLM(
         model=folder,
         load_format="dummy",

@@ -44,11 +44,17 @@ def test_rms_norm_of_heads_in_a_fused_matmul(
 ) -> None:
     query, key = fused_slices(4 * 24, 2 * 24, rows=3, dtype=dtype)
     weight = torch.rand(24, device=DEVICE) + 0.5
-    for x in (query.view(3, 1, 4, 24), key.view(3, 1, 2, 24), query.reshape(-1, 24)[:5]):
-        actual = layers.rms_norm(x, weight, eps=0.1, dtype=out, rounds=rounds)
-        expected = on_cpu(fused_layers.rms_norm, x, weight, eps=0.1, dtype=out, rounds=rounds)
+    for x, shift in (
+        (query.view(3, 1, 4, 24), 0.0),
+        (key.view(3, 1, 2, 24), 1.0),
+        (query.reshape(-1, 24)[:5], 0.0),
+    ):
+        options = {"eps": 0.1, "dtype": out, "rounds": rounds, "shift": shift}
+        actual = layers.rms_norm(x, weight, **options)
+        expected = on_cpu(fused_layers.rms_norm, x, weight, **options)
         assert_near(actual, expected, exact=dtype == out == torch.float32)
-        plain = x.double() * (x.double().square().mean(-1, keepdim=True) + 0.1).rsqrt() * weight
+        norm = (x.double().square().mean(-1, keepdim=True) + 0.1).rsqrt()
+        plain = x.double() * norm * (weight + shift)
         torch.testing.assert_close(actual.double(), plain, rtol=2e-2, atol=1e-6)
 
 

@@ -68,8 +68,10 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("trains_weight", [True, False])
-@pytest.mark.parametrize(("N", "D"), [(11, 24), (1, 96)])
-def test_rms_norm(tiles: bool, dtype: torch.dtype, trains_weight: bool, N: int, D: int) -> None:
+@pytest.mark.parametrize(("N", "D", "shift"), [(11, 24, 0.0), (1, 96, 1.0)])
+def test_rms_norm(
+    tiles: bool, dtype: torch.dtype, trains_weight: bool, N: int, D: int, shift: float
+) -> None:
     torch.manual_seed(1)
     product = random_values(1, N, 6 * D + 10, dtype=dtype).requires_grad_()
     weight = (torch.rand(D, device=DEVICE) + 0.5).requires_grad_(trains_weight)
@@ -79,11 +81,13 @@ def test_rms_norm(tiles: bool, dtype: torch.dtype, trains_weight: bool, N: int, 
         return x[..., : 6 * D].view(1, N, 6, D)
 
     def kernel(x: Tensor, w: Tensor) -> Tensor:
-        return layers_autograd.rms_norm(heads(x), w, eps=0.1, dtype=torch.float32, rounds=False)
+        return layers_autograd.rms_norm(
+            heads(x), w, eps=0.1, dtype=torch.float32, rounds=False, shift=shift
+        )
 
     def exact(x: Tensor, w: Tensor) -> Tensor:
         y = heads(x)
-        return y * (y.square().mean(-1, keepdim=True) + 0.1).rsqrt() * w
+        return y * (y.square().mean(-1, keepdim=True) + 0.1).rsqrt() * (w + shift)
 
     compare(kernel, exact, [product, weight], slack=1e-6 if dtype == torch.float32 else 0.02)
 

@@ -27,6 +27,11 @@ def find_sharding_problems(recipe: Recipe, num_ranks: int) -> Iterator[str]:
         )
     if num_ranks == 1:
         return
+    if recipe.rollout.server is not None:
+        yield (
+            "rollout.server: the servers take new weights from one process, and here each has its "
+            f"own sampler. Remove it: every process then samples its own part; or {fix}"
+        )
     if recipe.rollout.mixed_sampling is not None:
         yield (
             "rollout.mixed_sampling: which prompts are mixed is decided over the whole batch, and "

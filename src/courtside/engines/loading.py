@@ -99,7 +99,17 @@ def load_model(
     if keep_layers is not None:
         _prune(model, keep_layers)
     _check_finite(model, name)
+    _keep_soft_cap(model)
     return model.to(device).eval()
+
+
+def _keep_soft_cap(model: Any) -> None:
+    """transformers runs Gemma 2 by torch's SDPA, which leaves out the soft cap of its attention:
+    another model than it was trained as, and than vLLM serves."""
+    config = model.config.get_text_config()
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    if capped and config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
 
 
 def _nf4_arguments(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

@@ -14,8 +14,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from courtside.engines.patches.attention import attn_implementation, format_mask
-from courtside.engines.patches.patch import eval_mode
+from courtside.engines.patches.attention import (
+    attn_implementation,
+    cached_attention_patches,
+    masks_by_layer_kind,
+)
+from courtside.engines.patches.capped_attention import needs_own_softmax
+from courtside.engines.patches.patch import apply_patches, eval_mode
+from courtside.engines.patches.windows import PROBE_WINDOW, find_layer_kinds, shrink_window
 
 SPARSE_ATTENTION_FIELDS = (
     "attention_window", "attention_window_size", "index_topk", "keep_window_size",
@@ -37,30 +43,21 @@ def find_unsupported_attention(model: Any) -> str | None:
         return f"attn_implementation = {attn_implementation(model)!r} takes no 4D mask"
     if "position_ids" not in signature(model.base_model.forward).parameters:
         return "it takes no position ids"
-    kinds = _layer_kinds(config)
+    kinds = set(find_layer_kinds(model) or ())
+    if not kinds and getattr(config, "attention_chunk_size", None) is not None:
+        kinds = {"chunked_attention"}
     unknown = sorted(kinds - {"full_attention", "sliding_attention"})
     if unknown:
         return f"it has layers of the kind {unknown[0]!r}"
-    if "sliding_attention" in kinds and getattr(config, "sliding_window", None) is not None:
-        return "it has sliding-window attention"
+    if attn_implementation(model) == "sdpa" and needs_own_softmax(model):
+        return "attn_implementation = 'sdpa' leaves out its soft cap or sinks; 'eager' has them"
     sparse = [name for name in SPARSE_ATTENTION_FIELDS if getattr(config, name, None)]
     if sparse:
         return f"its {sparse[0]} restricts attention"
-    if getattr(config, "num_kv_shared_layers", None) or getattr(config, "is_heterogeneous", False):
-        return "its layers share a KV cache or differ from each other"
     dynamic = sorted(_rope_types(config) & {"dynamic", "longrope"})
     if dynamic:
         return f"its RoPE depends on the sequence length (rope_type = {dynamic[0]!r})"
     return None
-
-
-def _layer_kinds(config: Any) -> set[str]:
-    if getattr(config, "layer_types", None):
-        return set(config.layer_types)
-    if getattr(config, "attention_chunk_size", None) is not None:
-        return {"chunked_attention"}
-    windowed = getattr(config, "sliding_window", None) is not None
-    return {"sliding_attention" if windowed else "full_attention"}
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -75,19 +72,39 @@ def _rope_types(config: Any) -> set[str]:
 
 
 @torch.no_grad()
-def run_probe(model: Any, compute_error: Callable[[], float]) -> str | None:
-    """What is wrong with an example whose relative error is `compute_error()`; None: nothing."""
+def run_probe(
+    model: Any, compute_error: Callable[[], float], *, max_error: float = 0.01
+) -> str | None:
+    """What is wrong with an example whose relative error is `compute_error()`; None: nothing.
+    `max_error`: in float32. Windows are small meanwhile, so that the example crosses them."""
     try:
         with eval_mode(model):
-            error = compute_error()
+            if not window_is_in_effect(model):
+                return "its sliding window cannot be made smaller for a small example"
+            with apply_patches(shrink_window(model)):
+                error = compute_error()
     except torch.OutOfMemoryError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         return f"a small example fails ({type(e).__name__}: {e})"
     is_16bit = torch.is_autocast_enabled(model.device.type) or model.dtype.itemsize < 4
-    if not error < (0.05 if is_16bit else 0.01):
+    if not error < (0.05 if is_16bit else max_error):
         return "on a small example its hidden states are not those of separate passes"
     return None
+
+
+def window_is_in_effect(model: Any) -> bool:
+    """Whether plain forward passes follow `shrink_window`, as far as there is a window."""
+    patches = list(shrink_window(model))
+    if not patches:
+        return True
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(3 * PROBE_WINDOW, device=model.device)[None] % vocab_size
+    outputs = []
+    for active in ([], patches):
+        with apply_patches(active):
+            outputs.append(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
+    return not torch.equal(*outputs)
 
 
 def distance_from_plain_forward(model: Any, ids: list[int], hidden_ND: Tensor) -> float:
@@ -114,11 +131,15 @@ def _kv_cache_error(model: Any, num_cached: int = 8, num_valid: int = 5) -> floa
     model.base_model(input_ids=prompt, past_key_values=cache, use_cache=True)
     slot_K = torch.arange(num_cached + len(new), device=model.device)
     causal_QK = (slot_K >= num_cached) & (slot_K <= slot_K[num_cached:, None])
-    out = model.base_model(
-        input_ids=torch.tensor([new], device=model.device),
-        attention_mask=format_mask(model, ((slot_K < num_valid) | causal_QK)[None, None]),
-        position_ids=torch.arange(num_valid, num_valid + len(new), device=model.device)[None],
-        past_key_values=cache,
-        use_cache=True,
-    )
+    is_visible = ((slot_K < num_valid) | causal_QK)[None, None]
+    position_BN = torch.arange(num_valid, num_valid + len(new), device=model.device)[None]
+    slot_position_K = torch.where(slot_K < num_cached, slot_K, slot_K - num_cached + num_valid)
+    with apply_patches(cached_attention_patches(model)):
+        out = model.base_model(
+            input_ids=torch.tensor([new], device=model.device),
+            attention_mask=masks_by_layer_kind(model, is_visible, position_BN, slot_position_K),
+            position_ids=position_BN,
+            past_key_values=cache,
+            use_cache=True,
+        )
     return distance_from_plain_forward(model, ids[:num_valid] + new, out.last_hidden_state[0])

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from courtside.chat.template import ChatTemplate, make_trajectory
+from courtside.chat.messages import make_trajectory
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
 from courtside.environments.base import EpisodeRequest, HostedEnvironment
 from courtside.errors import RunError, TaskError

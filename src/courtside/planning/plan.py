@@ -25,7 +25,6 @@ PAPER_NOTE = (
     "teacher are divided evenly (as by FSDP), rollouts by tensor parallelism within a machine of "
     "eight, machines linked at 50 GB/s a GPU"
 )
-WINDOW_NOTE = "models with sliding windows decode without CUDA graphs, about eleven times slower"
 OTHER_GPU_NOTE = (
     "times were measured on an H200 and two CPU cores only; for this GPU they are scaled"
 )
@@ -171,8 +170,6 @@ def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
     notes = []
     if work.num_gpus > 1:
         notes.append(PAPER_NOTE)
-    if work.models.student.has_window and work.device.is_gpu:
-        notes.append(WINDOW_NOTE)
     if work.device.name not in ("h200", "cpu") and measured is None:
         notes.append(OTHER_GPU_NOTE)
     if measured is not None:
@@ -181,6 +178,10 @@ def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
         notes.append(HINTS_NOTE)
     if not work.recipe.model_teachers and work.recipe.teacher is not None:
         notes.append("a custom teacher's cost is not known and left out")
+    if work.recipe.server_teachers:
+        notes.append("a teacher behind servers costs nothing here; its own cost is left out")
+    if work.recipe.rollout.server is not None:
+        notes.append("rollout.server samples elsewhere; the rollout is planned as if it were here")
     if work.recipe.takeover is not None:
         notes.append(TAKEOVER_NOTE)
     if work.recipe.drafts:

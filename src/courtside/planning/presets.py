@@ -11,8 +11,7 @@ from courtside.planning.shapes import ModelShape
 _QWEN3 = {"head_dim": 128, "num_kv_heads": 8, "vocab_size": 151936, "head_norms": True}
 _LLAMA3 = {"num_kv_heads": 8, "vocab_size": 128256}
 _SMOLLM2 = {"head_dim": 64, "vocab_size": 49152, "tied": True}
-_GEMMA3 = {"head_dim": 256, "vocab_size": 262208, "tied": True, "num_norms": 4, "head_norms": True,
-           "has_window": True}  # fmt: skip
+_GEMMA3 = {"head_dim": 256, "vocab_size": 262208, "tied": True, "num_norms": 4, "head_norms": True}
 
 _GEMMA3_1B = {**_GEMMA3, "vocab_size": 262144}
 

@@ -48,8 +48,6 @@ class ModelShape:
     head_norms: bool = False
     """RMSNorms of queries and keys."""
     qkv_bias: bool = False
-    has_window: bool = False
-    """Some layers attend to a sliding window only; such models decode eagerly."""
 
     @property
     def query_size(self) -> int:
@@ -132,11 +130,5 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
         intermediate_size=int(text.intermediate_size),
         vocab_size=int(text.vocab_size),
         tied=bool(getattr(text, "tie_word_embeddings", False)),
-        has_window=_has_window(text),
         **FAMILIES[kind],
     )
-
-
-def _has_window(text: Any) -> bool:
-    kinds = getattr(text, "layer_types", None) or ()
-    return any("sliding" in kind for kind in kinds)

@@ -70,9 +70,6 @@ RECORD_SECONDS = 1.2e-6
 """A token, for storing trajectories and metrics after a step."""
 TURN_SECONDS = 1e-3
 """Of an episode, for each later turn: its environment and the rendering of its messages."""
-EAGER_DECODE_FACTOR = 11.0
-"""Models with sliding windows decode without CUDA graphs: Gemma-3-1B's shape reached 1,550 tokens/s
-where 17,100 were possible on an H200 (docs/performance.md)."""
 HOST_LINK_SHARE = 0.8
 NETWORK = 50e9
 """Bytes/s between machines, for each GPU: 400 Gbit/s."""
@@ -136,8 +133,6 @@ def decode_seconds(
     seconds += busy * per_row * work.num_replicas / matmul_rate(work, use)
     if shards > 1:
         seconds += 2 * shape.num_layers * ALL_REDUCE_SECONDS
-    if shape.has_window and device.is_gpu:
-        seconds *= EAGER_DECODE_FACTOR
     return steps * seconds
 
 

@@ -172,7 +172,7 @@ class Workload:
     @property
     def is_scored(self) -> bool:
         """Whether a teacher in this process scores the trajectories."""
-        return bool(self.recipe.model_teachers)
+        return len(self.recipe.model_teachers) > len(self.recipe.server_teachers)
 
     @property
     def defers_hints(self) -> bool:
@@ -211,7 +211,7 @@ class Workload:
         is_long = lengths.prompt >= MIN_PREFIX_TOKENS
         if not is_long or lengths.prompt < MIN_PREFIX_FRACTION * lengths.sequence:
             return 1
-        if self.recipe.tasks.is_recorded or self.models.student.has_window:
+        if self.recipe.tasks.is_recorded:
             return 1
         if self.num_dataset_rows > self.num_rows / 2:
             return self._num_completions

@@ -106,7 +106,8 @@ class EpisodeRollout:
         if not requests:
             return []
         row_capacity = self._row_capacity(requests, sampling, turn_limit)
-        num_rows = min(len(requests), max(1, self.engine.max_batch_tokens // row_capacity))
+        row_tokens = row_capacity + self.engine.capabilities.row_state_tokens
+        num_rows = min(len(requests), max(1, self.engine.max_batch_tokens // row_tokens))
         session = self.engine.session(num_rows, row_capacity=row_capacity)
         waiting, free_rows = deque(enumerate(requests)), deque(range(num_rows))
         running: dict[int, EpisodeState] = {}
@@ -309,6 +310,7 @@ class EpisodeState:
         answer = template.environment_turn(
             cut_messages(observation, limits),
             add_end_of_turn=not template.is_ended(sample.token_ids),
+            prompt=self.request.task.messages,
         )
         self._append(answer)
         self.pending_ids = sample.token_ids[-1:] + answer.token_ids

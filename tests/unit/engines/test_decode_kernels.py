@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from triton.runtime import interpreter
 
 from courtside.engines.base import Sampling
@@ -76,6 +77,87 @@ def test_rows_with_the_same_prompt_load_it_from_one_of_them(programs: int) -> No
         buffer[1, :, :whole] = float("nan")  # this copy is not loaded
     context = attend(q, keys, values, lengths, 0.3, (prefix_rows, prefix_lengths))
     assert torch.equal(context, expected)
+
+
+def attend_naively(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float,
+    *, window: int, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """One row, [H, D] and [K, L, D], in float64."""
+    H, K, L = len(q), *keys.shape[:2]
+    first = max(0, L - window)
+    k, v = (x[:, first:].double().repeat_interleave(H // K, 0) for x in (keys, values))
+    score = scale * (k @ q.double()[:, :, None])[:, :, 0]
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    if sinks is not None:
+        score = torch.cat([score, sinks.double()[:, None]], 1)
+    return (score.softmax(1)[:, : L - first, None] * v).sum(1)
+
+
+VARIANTS = [
+    (1, None, False), (5, 1.5, True), (64, None, True), (100, None, False), (137, 0.7, False),
+    (10**6, 1.5, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("programs", [decode.TARGET_PROGRAMS, 1])
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), VARIANTS)
+def test_windows_soft_caps_and_sinks(
+    programs: int, window: int, softcap: float | None, has_sinks: bool
+) -> None:
+    """Against float64; positions before a row's window are never loaded."""
+    torch.manual_seed(window)
+    B, H, K, L, D = 4, 6, 2, 140, 24
+    q = torch.randn(B, H, D, device=DEVICE)
+    keys, values = torch.randn(2, B, K, L, D, device=DEVICE)
+    sinks = 2 * torch.randn(H, device=DEVICE) if has_sinks else None
+    lengths = torch.tensor([L, 1, 130, 64], device=DEVICE)
+    for row, length in enumerate(lengths.tolist()):
+        for buffer in (keys, values):
+            buffer[row, :, length:] = float("nan")
+            buffer[row, :, : max(0, length - window)] = float("nan")
+    context = decode_attention(
+        q, keys, values, lengths, 0.5, window=window, softcap=softcap, sinks_H=sinks,
+        target_programs=programs,
+    )  # fmt: skip
+    for row, length in enumerate(lengths.tolist()):
+        expected = attend_naively(
+            q[row], keys[row, :, :length], values[row, :, :length], 0.5,
+            window=window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        torch.testing.assert_close(context[row].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("programs", [decode.TARGET_PROGRAMS, 1])
+@pytest.mark.parametrize("window", [30, 90, 140])
+def test_a_window_that_begins_inside_a_shared_prefix(programs: int, window: int) -> None:
+    torch.manual_seed(0)
+    B, H, K, L, D = 2, 2, 1, 220, 32
+    q = torch.randn(B, H, D, device=DEVICE)
+    keys, values = torch.randn(2, B, K, L, D, device=DEVICE)
+    prefix = 150
+    keys[1, :, :prefix], values[1, :, :prefix] = keys[0, :, :prefix], values[0, :, :prefix]
+    lengths = torch.tensor([200, 175], device=DEVICE)
+    attend = partial(decode_attention, window=window, target_programs=programs)
+    expected = attend(q, keys, values, lengths, 0.3)
+    whole = prefix // decode.BLOCK_POSITIONS * decode.BLOCK_POSITIONS
+    for buffer in (keys, values):
+        buffer[1, :, :whole] = float("nan")
+    prefixes = (torch.zeros(2, dtype=torch.long, device=DEVICE), torch.full_like(lengths, prefix))
+    context = attend(q, keys, values, lengths, 0.3, prefixes)
+    assert torch.equal(context, expected) and context.isfinite().all()
+
+
+def test_large_heads_take_fewer_positions_at_a_time() -> None:
+    """Full layers of Gemma 4 have heads of 512."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 512, device=DEVICE)
+    keys, values = torch.randn(2, 1, 1, 90, 512, device=DEVICE)
+    lengths = torch.tensor([90], device=DEVICE)
+    context = decode_attention(q, keys, values, lengths, 0.04)
+    expected = attend_naively(q[0], keys[0], values[0], 0.04, window=90, softcap=None, sinks=None)
+    torch.testing.assert_close(context[0].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_query_is_rounded_to_the_dtype_of_the_keys() -> None:

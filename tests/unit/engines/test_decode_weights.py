@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.architectures import lora, lora_head, lora_qwen, make_model, olmo2, phi3, qwen, qwen2
+from support.architectures import (
+    lora,
+    lora_head,
+    lora_qwen,
+    make_model,
+    olmo2,
+    phi3,
+    qwen,
+    qwen2,
+    windowed,
+)
 from support.sampling_cases import REQUESTS, assert_equal_samples, make_engine
 from support.tiny_model import tiny_model
 from torch import Tensor, nn
@@ -27,7 +37,9 @@ from courtside.engines.lm_head import LMHead, find_lm_head
 from courtside.engines.patches import fused_layers
 from courtside.engines.patches.fused_layers import FusedLinear, linear
 
-KINDS = [tiny_model, qwen, qwen2, phi3, olmo2, lora_qwen, lora_head]
+KINDS = [
+    tiny_model, qwen, qwen2, phi3, olmo2, lora_qwen, lora_head, partial(windowed, "gemma3_text"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", KINDS)
@@ -79,7 +91,7 @@ def test_fused_layers_sample_the_same(make: Any) -> None:
         (lora_qwen, 9, 4, 0, 2, 1),
         (lora_head, 9, 4, 2, 2, 1),
         # Norms that add one, a gate other than SiLU.
-        (lambda: make_model(Gemma2Config, Gemma2ForCausalLM), 0, 0, 4, 0, 1),
+        (lambda: make_model(Gemma2Config, Gemma2ForCausalLM), 9, 4, 4, 0, 1),
         # Interleaved RoPE, LayerNorm.
         (lambda: make_model(CohereConfig, CohereForCausalLM), 0, 0, 4, 2, 0),
     ],
@@ -274,7 +286,7 @@ def test_a_norm_of_another_kind_is_not_patched() -> None:
             self.weight, self.eps = nn.Parameter(torch.zeros(32)), 1e-6
 
         def forward(self, x: Tensor) -> Tensor:
-            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (2 + self.weight)
 
     model = qwen()
     model.model.norm = OffsetRMSNorm()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import pytest
 import torch
+from support.architectures import windowed
 from support.tiny_model import tiny_model, tiny_tokenizer
 from support.varlen import make_branch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from courtside.engines.base import BranchRequest
+from courtside.engines.forward.forward import probe_packing
+from courtside.engines.generation.decode_probe import probe_decoding
 from courtside.engines.local import LocalEngine
 from courtside.engines.probes import find_unsupported_attention, probe_kv_cache
 
@@ -47,50 +51,62 @@ def check_against_plain_passes(model: Any, scores: Any) -> None:
         torch.testing.assert_close(branch_scores.logp_T, expected_T[:, 0], rtol=1e-4, atol=1e-4)
 
 
-MIXED = {"sliding_window": 5, "head_dim": 8, "use_sliding_window": True,
-         "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
-UNIFORM = {"sliding_window": 5}
-WINDOWED = {
-    **dict.fromkeys(
-        ["cohere2", "exaone4", "gemma3_text", "ministral", "olmo3", "qwen2", "qwen3", "smollm3"],
-        MIXED,
-    ),
-    **dict.fromkeys(["mistral", "phi3", "starcoder2"], UNIFORM),
-    "gemma2": {**MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    "gpt_oss": {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "mixtral": {**UNIFORM, "num_local_experts": 2},
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "attention"),
-    [
-        (kind, attention)
-        for kind in sorted(WINDOWED)
-        for attention in ("sdpa", "eager")
-        if (kind, attention) != ("gpt_oss", "sdpa")  # transformers itself refuses that
-    ],
-)
-def test_branches_of_windowed_models_equal_plain_passes(kind: str, attention: str) -> None:
-    model = build(kind, **WINDOWED[kind], attn_implementation=attention)
-    assert probe_kv_cache(model) == "it has sliding-window attention"
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "mistral", "olmo3"])
+def test_windowed_models_whose_eager_attention_was_asked_for(kind: str) -> None:
+    """Gemma 2 needs it for its soft cap: without the cap it is scored in padded passes."""
+    model = windowed(kind, attn_implementation="eager")
     engine = LocalEngine(model, tiny_tokenizer(), name=kind)
+    assert engine.stateless_reason is None
     (scores,) = engine.score_branches([REQUEST])
-    assert scores.note == engine.stateless_reason == "it has sliding-window attention"
+    assert (scores.note is None) == (kind == "gemma2")
+    check_against_plain_passes(model, scores)
+
+
+def test_sdpa_without_the_soft_cap_of_the_model_is_detected() -> None:
+    model = windowed("gemma2", attn_implementation="sdpa")
+    problem = find_unsupported_attention(model)
+    assert problem is not None and "leaves out its soft cap" in problem
+    engine = LocalEngine(model, tiny_tokenizer(), name="gemma2")
+    (scores,) = engine.score_branches([REQUEST])
+    assert scores.note == problem
     check_against_plain_passes(model, scores)
 
 
 def test_the_windows_matter_in_these_examples() -> None:
-    windowed = build("qwen2", **MIXED)
-    full = build("qwen2", **{**MIXED, "layer_types": ["full_attention"] * 4})
-    full.load_state_dict(windowed.state_dict())
-    assert find_unsupported_attention(full) is None
+    model = windowed("qwen2")
+    full = windowed("qwen2", layer_types=["full_attention"] * 4)
+    full.load_state_dict(model.state_dict())
     logps = [
         LocalEngine(model, tiny_tokenizer(), name="qwen2").score_branches([REQUEST])[0]
-        for model in (windowed, full)
+        for model in (model, full)
     ]
     first, second = (scores.branches[0].logp_T for scores in logps)
     assert not torch.allclose(first, second, atol=1e-2)
+
+
+@pytest.mark.parametrize("wrong", [4, 6, 0])
+def test_a_window_that_the_attention_takes_for_another_is_detected(wrong: int) -> None:
+    """Masks and plain passes have a window of 5; 0: none at all."""
+    model = windowed("qwen3")
+    for layer in model.model.layers[::2]:
+        layer.self_attn.config = copy(layer.self_attn.config)
+        layer.self_attn.config.layer_types = ["full_attention"] * 4
+        layer.self_attn.sliding_window = wrong or None
+    assert probe_kv_cache(model) is None  # masks have the window there
+    assert str(probe_packing(model)).startswith("on a small example")
+    assert str(probe_decoding(model)).startswith("on a small example")
+
+
+def test_probes_see_windows_of_any_size_and_leave_them_as_they_were() -> None:
+    model = windowed("qwen3", sliding_window=300)
+    windows = [layer.self_attn.sliding_window for layer in model.model.layers]
+    assert probe_packing(model) is None and probe_decoding(model) is None
+    assert windows == [layer.self_attn.sliding_window for layer in model.model.layers]
+    assert windows == [300, None, 300, None] and model.config.sliding_window == 300
+    # What is wrong with a window shows although no example has 300 tokens.
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 299 if layer.self_attn.sliding_window else None
+    assert str(probe_packing(model)).startswith("on a small example")
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
@@ -103,7 +119,6 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
         ("bloom", {"n_head": 4, "n_layer": 2}, "no position ids"),
         ("llama4_text", {"num_local_experts": 2, "head_dim": 8, "attention_chunk_size": 8},
          "'chunked_attention'"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "'conv'"),
         ("phi3", {"sliding_window": None, "rope_parameters": LONGROPE}, "'longrope'"),
         ("gpt_neo", {"num_layers": 2, "num_heads": 4, "window_size": 5, "num_hidden_layers": 2,
                      "attention_types": [[["global", "local"], 1]]}, "window_size"),

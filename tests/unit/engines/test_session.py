@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_model import tiny_model, tiny_tokenizer
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import BloomConfig, BloomForCausalLM
 
 from courtside.engines.base import SampleRequest, Sampling, StatelessSession
 from courtside.engines.generation import continuous_batching
@@ -226,16 +226,15 @@ def test_an_idle_row_stays_cached_while_the_kv_cache_grows(engine: LocalEngine) 
     )
 
 
-def test_models_with_sliding_windows_have_stateless_sessions() -> None:
+def test_models_without_position_ids_have_stateless_sessions() -> None:
     torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        sliding_window=8, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    config = BloomConfig(
+        vocab_size=258, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3,
+        bos_token_id=0, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
-    engine = engine_of(MistralForCausalLM(config).eval())
+    engine = engine_of(BloomForCausalLM(config).eval())
     session = engine.session(2)
-    assert isinstance(session, StatelessSession) and "window" in session.note
+    assert isinstance(session, StatelessSession) and "position ids" in session.note
     script = [{0: (5, 6, 7), 1: (8,)}, {0: (9,) * 12}]
     turns = play(session, script, Sampling(max_new_tokens=5))
     whole = (5, 6, 7, *turns[0][0].token_ids, *(9,) * 12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -38,12 +39,14 @@ from courtside.engines.forward.forward import ForwardPasses, probe_packing
 from courtside.engines.forward.varlen import (
     VARLEN_ATTENTION,
     VarlenBackend,
+    VarlenLayout,
     attend_with_kernel,
     make_varlen_layout,
     supports_gqa,
     varlen_attention,
 )
 from courtside.engines.local import LocalEngine
+from courtside.engines.patches.capped_attention import AttentionVariant
 from courtside.errors import ModelError
 
 Make = Callable[..., LocalEngine]
@@ -257,8 +260,21 @@ def eager_model() -> Any:
     return model
 
 
-def windowed_model() -> Any:
-    return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=6)).eval()
+def model_with_a_fixed_window() -> Any:
+    """Its layers do not take the window of the config."""
+    model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=9)).eval()
+    original = model.model.forward
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        window, model.config.sliding_window = model.config.sliding_window, 9
+        try:
+            return original(*args, **kwargs)
+        finally:
+            model.config.sliding_window = window
+
+    model.model.forward = forward
+    return model
 
 
 def model_without_position_ids() -> Any:
@@ -284,7 +300,7 @@ def model_that_drops_arguments() -> Any:
     ("make", "reason"),
     [
         (eager_model, "attn_implementation = 'eager' was asked for"),
-        (windowed_model, "it has sliding-window attention"),
+        (model_with_a_fixed_window, "its sliding window cannot be made smaller"),
         (model_without_position_ids, "it takes no position ids"),
         (model_that_drops_arguments,
          "a small example fails (ModelError: LlamaAttention did not get varlen_layout"),
@@ -331,7 +347,7 @@ def test_unsupported_arguments_of_the_attention_are_refused() -> None:
     layout = make_varlen_layout([5], device=torch.device("cpu"))
     for settings, reason in (
         ({}, "did not get varlen_layout"),
-        ({"varlen_layout": layout, "sliding_window": 4}, "sliding window"),
+        ({"varlen_layout": layout, "softcap": 4.0, "dropout": 0.1}, "dropout in an attention"),
         ({"varlen_layout": layout, "position_bias": states}, "mask or bias"),
     ):
         with pytest.raises(ModelError, match=reason):
@@ -361,6 +377,67 @@ def test_the_scale_of_the_model_is_used(backend: VarlenBackend) -> None:
         *states, cu_seqlens_S, cu_seqlens_S, 5, 5, scale=0.7, window_size=(-1, 0), enable_gqa=True
     )
     torch.testing.assert_close(out[0], expected, rtol=1e-10, atol=1e-12)
+
+
+def attend_naively(
+    query: Tensor, key: Tensor, value: Tensor, layout: VarlenLayout, scale: float, v: Any
+) -> Tensor:
+    """All segments by one score matrix, [1, heads, N, D] to [N, heads, D]."""
+    repeats = query.shape[1] // key.shape[1]
+    k, x = (s[0].repeat_interleave(repeats, 0) for s in (key, value))
+    score_HNM = scale * query[0] @ k.mT
+    if v.softcap is not None:
+        score_HNM = v.softcap * torch.tanh(score_HNM / v.softcap)
+    query_end = key_end = 0
+    hidden = torch.ones(score_HNM.shape[1:], dtype=torch.bool)
+    for length, key_length in zip(layout.lengths, layout.key_lengths, strict=True):
+        for n in range(length):
+            position = key_length - length + n
+            first = 0 if v.window is None else max(0, position - v.window + 1)
+            hidden[query_end + n, key_end + first : key_end + position + 1] = False
+        query_end, key_end = query_end + length, key_end + key_length
+    score_HNM = score_HNM.masked_fill(hidden, -torch.inf)
+    if v.sinks_H is not None:
+        sink_HN1 = v.sinks_H[:, None, None].expand(-1, score_HNM.shape[1], 1)
+        score_HNM = torch.cat([score_HNM, sink_HN1], -1)
+    weight_HNM = score_HNM.softmax(-1)[..., : k.shape[1]]
+    return (weight_HNM @ x).transpose(0, 1)
+
+
+@pytest.mark.parametrize("segments", [((5, 1, 13, 4), None), ((5, 1, 13, 4), (5, 9, 20, 4))])
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 20])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (0.8, False), (None, True),
+                                                    (0.8, True)])  # fmt: skip
+def test_windows_soft_caps_and_sinks_of_any_segments(
+    segments: Any, window: int | None, softcap: float | None, has_sinks: bool
+) -> None:
+    """Values and gradients in float64: blocks of four queries, and kernels."""
+    torch.manual_seed(0)
+    lengths, key_lengths = segments
+    states = [
+        torch.randn(1, heads, n, 8, dtype=torch.float64, requires_grad=True)
+        for heads, n in ((6, sum(lengths)), *[(2, sum(key_lengths or lengths))] * 2)
+    ]
+    sinks_H = torch.randn(6, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    inputs = states if sinks_H is None else [*states, sinks_H]
+    variant = AttentionVariant(window=window, softcap=softcap, sinks_H=sinks_H)
+    settings = {"sliding_window": window, "softcap": softcap, "s_aux": sinks_H}
+    weight_NHD = torch.randn(sum(lengths), 6, 8, dtype=torch.float64)
+    expected_grads = None
+    for backend in (VarlenBackend(query_block=4), *KERNEL_BACKENDS):
+        layout = make_varlen_layout(
+            lengths, key_lengths, device=torch.device("cpu"), backend=backend
+        )
+        if expected_grads is None:
+            expected = attend_naively(*states, layout, 0.4, variant)
+            expected_grads = torch.autograd.grad(expected, inputs, weight_NHD)
+        out, _ = varlen_attention(
+            None, *states, None, scaling=0.4, varlen_layout=layout, **settings
+        )
+        torch.testing.assert_close(out[0], expected, rtol=1e-9, atol=1e-11)
+        gradients = torch.autograd.grad(out[0], inputs, weight_NHD)
+        for gradient, reference in zip(gradients, expected_grads, strict=True):
+            torch.testing.assert_close(gradient, reference, rtol=1e-8, atol=1e-10)
 
 
 def undeclared_gqa_kernel(
@@ -406,10 +483,17 @@ def test_the_kernel_of_torch_takes_the_arguments() -> None:
     key, value = (torch.empty(1, 7, 2, 16, **options).transpose(1, 2) for _ in range(2))
     layout = make_varlen_layout([3, 4], device=torch.device("meta"))
     assert layout.backend.kernel is varlen_attn
-    out = attend_with_kernel(query, key, value, layout, 0.25)
-    assert out.shape == (1, 7, 6, 16) and out.dtype == torch.bfloat16
-    gradients = torch.autograd.grad(out, [query, key, value], torch.empty_like(out))
-    assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]
+    sinks_H = torch.empty(6, device="meta", requires_grad=True)
+    for variant in (
+        AttentionVariant(),
+        AttentionVariant(window=2),
+        AttentionVariant(window=2, sinks_H=sinks_H),
+    ):
+        out = attend_with_kernel(query, key, value, layout, 0.25, variant)
+        assert out.shape == (1, 7, 6, 16) and out.dtype == torch.bfloat16
+        inputs = [query, key, value] + ([sinks_H] if variant.sinks_H is not None else [])
+        gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
+        assert [g.shape for g in gradients] == [x.shape for x in inputs]
 
 
 def test_under_autocast_a_cpu_attends_in_float32() -> None:

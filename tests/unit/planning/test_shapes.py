@@ -85,11 +85,6 @@ def test_adapters_have_as_many_weights_as_peft_makes(targets: Any) -> None:
     assert shape_from_config("a model", config).num_lora_parameters(8, targets) == trained
 
 
-def test_windows_are_noticed() -> None:
-    assert shape_from_config("gemma", Gemma3TextConfig(**SIZES)).has_window
-    assert not shape_from_config("llama", LlamaConfig(**SIZES)).has_window
-
-
 def test_what_cannot_be_estimated_is_refused() -> None:
     with pytest.raises(ModelError, match=r"'mixtral'.*dense decoders.*--shape"):
         shape_from_config("experts", MixtralConfig(**SIZES))

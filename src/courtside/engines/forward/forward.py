@@ -40,6 +40,7 @@ from courtside.engines.forward.varlen import (
 )
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import attn_implementation
+from courtside.engines.patches.capped_attention import needs_own_softmax
 from courtside.engines.patches.fused_layers import FusedLayers
 from courtside.engines.patches.patch import Patch, apply_patches, eval_mode, patch_attention
 from courtside.engines.probes import (
@@ -255,7 +256,7 @@ def probe_packing(model: Any, backend: VarlenBackend = DEFAULT_BACKEND) -> str |
     reason = find_unsupported_attention(model)
     if reason is not None:
         return reason
-    if attn_implementation(model) != "sdpa":
+    if attn_implementation(model) != "sdpa" and not needs_own_softmax(model):
         return f"attn_implementation = {attn_implementation(model)!r} was asked for"
     return run_probe(model, lambda: _packing_error(model, (5, 1, 12, 24), 0, backend))
 

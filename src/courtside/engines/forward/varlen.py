@@ -10,7 +10,7 @@ those of every suffix, and their gradients summed in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -26,11 +26,17 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from courtside.engines.forward.batching import PackedBatch
+from courtside.engines.forward.varlen_softmax import (
+    FlashAttention,
+    attend_in_blocks,
+    attend_with_sinks,
+)
 from courtside.engines.patches.attention import (
     attn_implementation,
     cast_attention_inputs,
     disable_cpu_autocast,
 )
+from courtside.engines.patches.capped_attention import AttentionVariant
 from courtside.errors import ModelError
 
 VARLEN_ATTENTION = "courtside_varlen"
@@ -51,6 +57,8 @@ class VarlenBackend:
     """One attention kernel for all segments where it is supported, else SDPA on each segment."""
 
     kernel: Callable[..., Any] = varlen_attn
+    kernel_with_lse: type[FlashAttention] = FlashAttention
+    """For attention with sinks."""
     supports_kernel: Callable[[Tensor, Tensor, Tensor], bool] = supports_varlen_kernel
     query_block: int = 512
     """Queries that share an SDPA mask, so that its size is linear in the number of keys."""
@@ -74,8 +82,50 @@ class VarlenLayout:
     gather_index: Any = None
     """A `prefix_gather.GatherIndex` of `key_segments`; None: they are concatenated by torch."""
     backend: VarlenBackend = DEFAULT_BACKEND
-    masks: dict[torch.dtype, Tensor] = field(default_factory=dict)
-    """Made by `_causal_mask` once for all layers."""
+    masks: dict[tuple[torch.dtype, int | None], Tensor] = field(default_factory=dict)
+    """By dtype and window, made by `mask` once for all layers."""
+
+    def query_blocks(self, window: int | None) -> Iterator[tuple[slice, slice]]:
+        """`segment_blocks` of all segments, as slices of the row and of the K keys."""
+        query_start = key_start = 0
+        for length, key_length in zip(self.lengths, self.key_lengths, strict=True):
+            for q, k in self.segment_blocks(length, key_length, window):
+                yield (
+                    slice(query_start + q.start, query_start + q.stop),
+                    slice(key_start + k.start, key_start + k.stop),
+                )
+            query_start, key_start = query_start + length, key_start + key_length
+
+    def segment_blocks(
+        self, length: int, key_length: int, window: int | None
+    ) -> Iterator[tuple[slice, slice]]:
+        """Queries of a segment, a block at a time, and the keys that any of them attends to."""
+        cached, block = key_length - length, self.backend.query_block
+        for start in range(0, length, block):
+            end = min(start + block, length)
+            first = 0 if window is None else max(0, cached + start - window + 1)
+            yield slice(start, end), slice(first, cached + end)
+
+    def mask(self, like: Tensor, queries: slice, keys: slice, window: int | None) -> Tensor:
+        """Additive mask of a block of `query_blocks`, in dtype and on the device of `like`."""
+        num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
+        if (like.dtype, window) not in self.masks:
+            self.masks[like.dtype, window] = self._make_mask(like, window)
+        # Queries are aligned with the last of their keys, so that smaller masks are its corners.
+        return self.masks[like.dtype, window][-num_queries:, -num_keys:]
+
+    def _make_mask(self, like: Tensor, window: int | None) -> Tensor:
+        num_queries = min(self.backend.query_block, max(self.lengths))
+        num_keys = max(self.key_lengths)
+        if window is not None:
+            num_keys = min(num_keys, num_queries + window - 1)
+        query_Q1 = torch.arange(num_keys - num_queries, num_keys, device=like.device)[:, None]
+        distance_QK = query_Q1 - torch.arange(num_keys, device=like.device)
+        is_hidden_QK = distance_QK < 0
+        if window is not None:
+            is_hidden_QK |= distance_QK >= window
+        mask_QK = like.new_zeros(num_queries, num_keys)
+        return mask_QK.masked_fill_(is_hidden_QK, -torch.inf)
 
 
 def make_varlen_layout(
@@ -156,19 +206,29 @@ def varlen_attention(
         raise ModelError(f"{name} did not get varlen_layout, which says where sequences end")
     if attention_mask is not None or settings.get("position_bias") is not None:
         raise ModelError(f"{name} has an attention mask or bias, which packed batches ignore")
-    window = settings.get("sliding_window")
-    if window is not None and window < max(varlen_layout.key_lengths):
-        raise ModelError(f"{name} has a sliding window, which packed batches ignore")
     assert query.shape[0] == 1 and query.shape[2] == sum(varlen_layout.lengths)
+    variant = AttentionVariant.of_call(module, settings, num_keys=max(varlen_layout.key_lengths))
+    if dropout and variant.changes_softmax:
+        raise ModelError(
+            f"{name} has dropout in an attention with a soft cap or sinks. Set attention_dropout "
+            "to 0 in the model's config.json"
+        )
     dtype = query.dtype
     query, key, value = cast_attention_inputs(query, key, value)
     if varlen_layout.key_segments is not None:
         key, value = (gather_segments(state, varlen_layout) for state in (key, value))
     assert key.shape[2] == sum(varlen_layout.key_lengths)
-    if not dropout and varlen_layout.backend.supports_kernel(query, key, value):
-        return attend_with_kernel(query, key, value, varlen_layout, scaling), None
+    has_kernel = variant.softcap is None and not dropout
+    if has_kernel and varlen_layout.backend.supports_kernel(query, key, value):
+        return attend_with_kernel(query, key, value, varlen_layout, scaling, variant), None
     with disable_cpu_autocast(query.device):
-        out = _attend_by_segment(query, key, value, varlen_layout, scaling, dropout)
+        if variant.changes_softmax:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            out = attend_in_blocks(query, key, value, varlen_layout, scale, variant)
+        else:
+            out = _attend_by_segment(
+                query, key, value, varlen_layout, scaling, dropout, variant.window
+            )
     return (out.to(dtype) if query.device.type == "cpu" else out), None
 
 
@@ -176,10 +236,22 @@ def varlen_attention(
 AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)
 
 
+PLAIN_ATTENTION = AttentionVariant()
+
+
 def attend_with_kernel(
-    query: Tensor, key: Tensor, value: Tensor, layout: VarlenLayout, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: VarlenLayout,
+    scaling: float | None,
+    variant: AttentionVariant = PLAIN_ATTENTION,
 ) -> Tensor:
     """All segments in one kernel."""
+    if variant.sinks_H is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query, key, value = (_squeeze_batch(state) for state in (query, key, value))
+        return attend_with_sinks(query, key, value, layout, scale, variant)[None]
     kernel = layout.backend.kernel
     options: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
@@ -197,7 +269,8 @@ def attend_with_kernel(
         max(layout.lengths),
         max(layout.key_lengths),
         scale=scaling,
-        window_size=(-1, 0),  # causal, aligned at the last key
+        # Causal, aligned at the last key. Positions before a token's own are counted.
+        window_size=(-1 if variant.window is None else variant.window - 1, 0),
         **options,
     )
     return out_NHD[None]
@@ -242,15 +315,15 @@ def _attend_by_segment(
     layout: VarlenLayout,
     scaling: float | None,
     dropout: float,
+    window: int | None,
 ) -> Tensor:
-    """SDPA on one segment at a time."""
+    """SDPA on one segment at a time, or on blocks of its queries where a mask is needed."""
     is_grouped = query.shape[1] != key.shape[1]
     if is_grouped and query.is_cuda:
         # No float32 SDPA kernel of a GPU takes grouped queries: full score matrices would exist.
         key, value = _repeat_kv(query, key, value)
         is_grouped = False
     lengths, key_lengths = list(layout.lengths), list(layout.key_lengths)
-    block = layout.backend.query_block
     outputs = []
     for q, k, v in zip(
         query.split(lengths, dim=2), key.split(key_lengths, dim=2),
@@ -258,30 +331,20 @@ def _attend_by_segment(
     ):  # fmt: skip
         num_queries, num_keys = q.shape[2], k.shape[2]
         # `is_causal` aligns queries with the first key: right only where there are as many keys.
-        is_square = num_queries == num_keys
-        for start in range(0, num_queries, num_queries if is_square else block):
-            end = num_queries if is_square else min(start + block, num_queries)
-            visible = num_keys - num_queries + end
-            mask_QK = None
-            if not is_square:
-                mask_QK = _align_rows(_causal_mask(layout, q)[start - end :, -visible:])
+        if num_queries == num_keys and (window is None or window >= num_keys):
             out = F.scaled_dot_product_attention(
-                q[:, :, start:end], k[:, :, :visible], v[:, :, :visible], attn_mask=mask_QK,
-                dropout_p=dropout, is_causal=is_square, scale=scaling, enable_gqa=is_grouped,
+                q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped
+            )
+            outputs.append(out.transpose(1, 2))
+            continue
+        for queries, keys in layout.segment_blocks(num_queries, num_keys, window):
+            mask_QK = _align_rows(layout.mask(query, queries, keys, window))
+            out = F.scaled_dot_product_attention(
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], attn_mask=mask_QK,
+                dropout_p=dropout, scale=scaling, enable_gqa=is_grouped,
             )  # fmt: skip
             outputs.append(out.transpose(1, 2))
     return torch.cat(outputs, dim=1)
-
-
-def _causal_mask(layout: VarlenLayout, query: Tensor) -> Tensor:
-    """Additive mask whose last q rows and k columns are the mask of q queries aligned with the
-    last of k keys, for all q and k of this layout."""
-    if query.dtype not in layout.masks:
-        num_queries = min(layout.backend.query_block, max(layout.lengths))
-        num_keys = max(layout.key_lengths)
-        mask_QK = query.new_full((num_queries, num_keys), -torch.inf)
-        layout.masks[query.dtype] = mask_QK.triu_(num_keys - num_queries + 1)
-    return layout.masks[query.dtype]
 
 
 def _align_rows(mask_QK: Tensor) -> Tensor:

@@ -24,7 +24,12 @@ from courtside.engines.base import Sampling
 from courtside.engines.generation.cuda_graphs import CudaGraphs, StepGraph
 from courtside.engines.generation.sampler import sample_from_hidden, stack_uniforms
 from courtside.engines.lm_head import LMHead
-from courtside.engines.patches.attention import DECODE_ATTENTION, RowLengths, cache_mask
+from courtside.engines.patches.attention import (
+    DECODE_ATTENTION,
+    RowLengths,
+    cache_mask,
+    cached_attention_patches,
+)
 from courtside.engines.patches.fused_layers import append_kv
 from courtside.engines.patches.patch import apply_patches, patch_attention
 
@@ -73,8 +78,9 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
             self.is_initialized = True
 
     def copy_rows(self, source_B: Tensor, target_B: Tensor, num_positions: int) -> None:
-        for buffer in (self.keys, self.values):
-            buffer[target_B, :, :num_positions] = buffer[source_B, :, :num_positions]
+        if self.is_initialized:  # layers that share the cache of another have none of their own
+            for buffer in (self.keys, self.values):
+                buffer[target_B, :, :num_positions] = buffer[source_B, :, :num_positions]
 
     def load(self, keys: Tensor, values: Tensor) -> None:
         """Copy rows from a smaller KV cache."""
@@ -113,13 +119,14 @@ class KVCache:
         model = self._pool.model
         self.prefill_target = row_B, position_BN, width
         try:
-            out = model.base_model(
-                input_ids=ids_BN,
-                attention_mask=cache_mask(model, position_BN, width),
-                position_ids=position_BN,
-                past_key_values=self.hf_cache,
-                use_cache=True,
-            )
+            with apply_patches(cached_attention_patches(model)):
+                out = model.base_model(
+                    input_ids=ids_BN,
+                    attention_mask=cache_mask(model, position_BN, width),
+                    position_ids=position_BN,
+                    past_key_values=self.hf_cache,
+                    use_cache=True,
+                )
         finally:
             self.prefill_target = None
         hidden_BND: Tensor = out.last_hidden_state
@@ -195,6 +202,24 @@ def round_up(number: int, step: int) -> int:
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────
 
 
+def forward_new_tokens(
+    model: Any, hf_cache: Cache, ids_B1: Tensor, position_B1: Tensor, rows: RowLengths, mask: Tensor
+) -> Tensor:
+    """Last hidden states [B, D] of one new token of each row. `mask`: of four dimensions, which
+    keeps models from making one; decode attention masks by length."""
+    with apply_patches([patch_attention(model, DECODE_ATTENTION)]):
+        out = model.base_model(
+            input_ids=ids_B1,
+            attention_mask=mask,
+            position_ids=position_B1,
+            past_key_values=hf_cache,
+            use_cache=True,
+            row_lengths=rows,
+        )
+    hidden_BD: Tensor = out.last_hidden_state[:, -1]
+    return hidden_BD
+
+
 class DecodeStep:
     """One token of every row of a KV cache, with the buffers of their outputs."""
 
@@ -226,7 +251,6 @@ class DecodeStep:
         self.logp_BN = self._zeros(B, N + 1, dtype=torch.float32)
         self.eos_E = torch.tensor(sorted(eos), device=self.device)
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-        """Keeps models from building one; decode attention masks by length."""
         self._state = [
             self.ids_B1, self.length_B, self.count_B, self.active_B, self.sampled_BN, self.logp_BN,
         ]  # fmt: skip
@@ -278,17 +302,11 @@ class DecodeStep:
         return (ids_B[:, None] == self.eos_E).any(-1)
 
     def _step(self) -> None:
-        with apply_patches([patch_attention(self.model, DECODE_ATTENTION)]):
-            out = self.model.base_model(
-                input_ids=self.ids_B1,
-                attention_mask=self.mask,
-                position_ids=self.length_B[:, None],
-                past_key_values=self.hf_cache,
-                use_cache=True,
-                row_lengths=RowLengths(length_B=self.length_B + 1, **self.prefixes),
-            )
+        rows = RowLengths(length_B=self.length_B + 1, **self.prefixes)
+        hidden_BD = forward_new_tokens(
+            self.model, self.hf_cache, self.ids_B1, self.length_B[:, None], rows, self.mask
+        )
         uniform_B = self.uniform_BN.gather(1, self.count_B[:, None])[:, 0]
-        hidden_BD = out.last_hidden_state[:, -1]
         ids_B, logp_B = sample_from_hidden(self.head, hidden_BD, uniform_B, self.sampling)
         last = self.sampling.max_new_tokens
         column_B1 = torch.where(self.active_B, self.count_B, last)[:, None]

@@ -1,4 +1,4 @@
-"""Fallback for non-standard KV caches (sliding windows): one left-padded batch, eager decoding."""
+"""Fallback for non-standard KV caches: one left-padded batch, eager decoding."""
 
 from __future__ import annotations
 

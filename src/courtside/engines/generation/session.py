@@ -27,14 +27,13 @@ from courtside.engines.forward.batching import (
 from courtside.engines.generation.sampler import SampleBuffer, sample_tokens, stack_uniforms
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import (
-    GQA_ATTENTION,
     cache_mask,
+    cached_attention_patches,
     cast_attention_inputs,
-    gains_from_gqa,
     new_positions,
 )
 from courtside.engines.patches.onednn_prepack import make_prepacked_patches
-from courtside.engines.patches.patch import Patch, apply_patches, patch_attention
+from courtside.engines.patches.patch import Patch, apply_patches
 from courtside.types import Sample
 
 MIN_CAPACITY = 256
@@ -119,8 +118,9 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
                 part[[row, other]] = part[[other, row]]
 
     def copy_row(self, source: int, target: int, num_positions: int) -> None:
-        for buffer in (self.keys, self.values):
-            buffer[target, :, :num_positions] = buffer[source, :, :num_positions]
+        if self.is_initialized:  # layers that share the cache of another have none of their own
+            for buffer in (self.keys, self.values):
+                buffer[target, :, :num_positions] = buffer[source, :, :num_positions]
 
 
 class CachedSession:
@@ -202,9 +202,7 @@ class CachedSession:
     def _patches(self, *, num_steps: int) -> list[Patch]:
         if not self.prepacked:
             self.prepacked = make_prepacked_patches(self.model, self.head, num_steps=num_steps)
-        uses_gqa = gains_from_gqa(self.model)
-        gqa = [patch_attention(self.model, GQA_ATTENTION)] if uses_gqa else []
-        return self.prepacked + gqa
+        return self.prepacked + cached_attention_patches(self.model)
 
     def _prefill(self, prompts: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
         """Hidden state of each row's last token. Empty rows with equal prompts share a prefill."""

@@ -4,7 +4,8 @@
 Decode attention of one new token per row: each row costs its own length, whatever the capacity, and
 query heads that share a KV head load it once. Rows with the same prompt load its keys and values
 from the first of them: once from memory, then from the L2 cache. A long row is split into parts
-that run in parallel and are merged afterwards (flash-decoding).
+that run in parallel and are merged afterwards (flash-decoding). A row with a sliding window costs
+the window.
 
 Sampling: one pass over the logits for the sums of vocabulary blocks, one over the block that is
 hit. No sort, and no cumulative sums in memory.
@@ -18,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_POSITIONS = 64
+MAX_BLOCK_BYTES = 2**15
+"""Of a block of keys: larger heads take fewer positions at a time, as shared memory is small."""
 MAX_SPLITS = 16
 TARGET_PROGRAMS = 512
 """Enough to keep a large GPU busy; rows are split until there are as many."""
@@ -25,16 +28,22 @@ BLOCK_VOCAB = 4096
 
 
 @triton.jit
-def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, parts, maxima, totals, out,
-            scale, row_stride, head_stride, SHARES_PREFIXES: tl.constexpr, GROUP: tl.constexpr,
-            SPLITS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, sinks, parts, maxima, totals,
+            out, scale, window, softcap, row_stride, head_stride, SHARES_PREFIXES: tl.constexpr,
+            HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+            GROUP: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
             QUERIES: tl.constexpr, POSITIONS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """One part of one row, for the GROUP query heads of one KV head."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads = tl.num_programs(1)
     length = tl.load(lengths + row)
-    span = tl.cdiv(tl.cdiv(length, SPLITS), POSITIONS) * POSITIONS
-    begin, end = split * span, tl.minimum(split * span + span, length)
+    first, first_block = 0, 0
+    if HAS_WINDOW:
+        first = tl.maximum(length - window, 0)
+        first_block = first // POSITIONS * POSITIONS  # blocks of rows with one prefix coincide
+    span = tl.cdiv(tl.cdiv(length - first_block, SPLITS), POSITIONS) * POSITIONS
+    begin = first_block + split * span
+    end = tl.minimum(begin + span, length)
     at_q, at_d = tl.arange(0, QUERIES), tl.arange(0, PADDED)
     inside = (at_q[:, None] < GROUP) & (at_d[None, :] < SIZE)
     head = row * num_kv_heads * GROUP + kv_head * GROUP + at_q
@@ -51,6 +60,10 @@ def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, parts, ma
     for start in range(begin, end, POSITIONS):
         position = start + tl.arange(0, POSITIONS)
         is_cached = (position[:, None] < end) & (at_d[None, :] < SIZE)
+        is_visible = position[None, :] < end
+        if HAS_WINDOW:
+            is_cached = is_cached & (position[:, None] >= first)
+            is_visible = is_visible & (position[None, :] >= first)
         # Whole blocks only.
         offset = tl.where(start + POSITIONS <= prefix_length, prefix_offset, row_offset)
         index = offset + position[:, None] * SIZE + at_d[None, :]
@@ -60,10 +73,12 @@ def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, parts, ma
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         else:
             score = tl.dot(q, tl.trans(k)) * scale
-        score = tl.where(position[None, :] < end, score, -1.0e30)
+        if HAS_SOFTCAP:
+            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)  # tanh
+        score = tl.where(is_visible, score, -1.0e30)
         new_maximum = tl.maximum(maximum, tl.max(score, 1))
         shrink = tl.exp(maximum - new_maximum)
-        weight = tl.where(position[None, :] < end, tl.exp(score - new_maximum[:, None]), 0.0)
+        weight = tl.where(is_visible, tl.exp(score - new_maximum[:, None]), 0.0)
         total = total * shrink + tl.sum(weight, 1)
         if EXACT:
             context = context * shrink[:, None] + tl.dot(weight, v, input_precision="ieee")
@@ -71,6 +86,13 @@ def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, parts, ma
             context = context * shrink[:, None] + tl.dot(weight.to(v.dtype), v)
         maximum = new_maximum
     if SPLITS == 1:
+        if HAS_SINKS:
+            at_h = kv_head * GROUP + at_q
+            sink = tl.load(sinks + at_h, mask=at_q < GROUP, other=-1.0e30)
+            new_maximum = tl.maximum(maximum, sink)
+            shrink = tl.exp(maximum - new_maximum)
+            total = total * shrink + tl.exp(sink - new_maximum)
+            context = context * shrink[:, None]
         context = context / total[:, None]
         tl.store(out + head[:, None] * SIZE + at_d[None, :], context.to(out.dtype.element_ty),
                  mask=inside)  # fmt: skip
@@ -82,17 +104,24 @@ def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, parts, ma
 
 
 @triton.jit
-def _merge(parts, maxima, totals, out, SPLITS: tl.constexpr, SIZE: tl.constexpr,
-           PADDED: tl.constexpr):  # fmt: skip
+def _merge(parts, maxima, totals, sinks, out, num_heads, HAS_SINKS: tl.constexpr,
+           SPLITS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
     """The parts of one head of one row; a part without positions has a total of 0."""
     head = tl.program_id(0)
     at_s, at_d = tl.arange(0, SPLITS), tl.arange(0, PADDED)
     maximum = tl.load(maxima + head * SPLITS + at_s)
     total = tl.load(totals + head * SPLITS + at_s)
-    weight = tl.where(total > 0, tl.exp(maximum - tl.max(maximum, 0)), 0.0)
+    largest = tl.max(maximum, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head % num_heads)
+        largest = tl.maximum(largest, sink)
+    weight = tl.where(total > 0, tl.exp(maximum - largest), 0.0)
     index = (head * SPLITS + at_s[:, None]) * SIZE + at_d[None, :]
     part = tl.load(parts + index, mask=at_d[None, :] < SIZE, other=0.0)
-    context = tl.sum(part * weight[:, None], 0) / tl.sum(total * weight, 0)
+    denominator = tl.sum(total * weight, 0)
+    if HAS_SINKS:
+        denominator += tl.exp(sink - largest)
+    context = tl.sum(part * weight[:, None], 0) / denominator
     tl.store(out + head * SIZE + at_d, context.to(out.dtype.element_ty), mask=at_d < SIZE)
 
 
@@ -104,12 +133,17 @@ def decode_attention(
     scale: float,
     prefixes: tuple[Tensor, Tensor] | None = None,
     *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
     target_programs: int = TARGET_PROGRAMS,
 ) -> Tensor:
     """softmax(scale · q·k)·v over the first `length_B` positions of each row; lengths are positive.
 
     `prefixes`: for each row another with the same keys and values, bit for bit, in its first
     positions, and their number.
+    `window`: over the last `window` of these positions only. `softcap` and `sinks_H`: see
+    `patches/capped_attention.py`.
     The query is rounded to the dtype of the keys, as autocast would for torch's attention.
     """
     B, H, D = query_BHD.shape
@@ -117,25 +151,32 @@ def decode_attention(
     assert keys_BKLD.stride() == values_BKLD.stride() and keys_BKLD.stride()[2:] == (D, 1)
     query_BHD = query_BHD.contiguous()
     out_BHD = torch.empty_like(query_BHD, dtype=keys_BKLD.dtype)
+    padded = triton.next_power_of_2(max(D, 16))
+    positions = min(BLOCK_POSITIONS, MAX_BLOCK_BYTES // (padded * keys_BKLD.element_size()))
+    # A window lies in one block more than it fills.
+    max_splits = (
+        MAX_SPLITS if window is None else min(MAX_SPLITS, triton.cdiv(window, positions) + 1)
+    )
     splits = 1
-    while splits < MAX_SPLITS and B * K * splits < target_programs:
+    while splits < max_splits and B * K * splits < target_programs:
         splits *= 2
     count = B * H * splits if splits > 1 else 1
     maxima, totals = query_BHD.new_empty(2, count, dtype=torch.float32)
     parts = query_BHD.new_empty(count * D if splits > 1 else 1, dtype=torch.float32)
     prefix_row_B, prefix_length_B = prefixes or (length_B, length_B)
+    sinks = maxima if sinks_H is None else sinks_H.float().contiguous()
     _attend[(B, K, splits)](
-        query_BHD, keys_BKLD, values_BKLD, length_B, prefix_row_B, prefix_length_B, parts, maxima,
-        totals, out_BHD, scale, keys_BKLD.stride(0), keys_BKLD.stride(1),
-        SHARES_PREFIXES=prefixes is not None, GROUP=H // K, SPLITS=splits, SIZE=D,
-        PADDED=triton.next_power_of_2(max(D, 16)),
-        QUERIES=triton.next_power_of_2(max(H // K, 16)), POSITIONS=BLOCK_POSITIONS,
-        EXACT=keys_BKLD.dtype == torch.float32, num_warps=4,
+        query_BHD, keys_BKLD, values_BKLD, length_B, prefix_row_B, prefix_length_B, sinks, parts,
+        maxima, totals, out_BHD, scale, window or 0, softcap or 1.0, keys_BKLD.stride(0),
+        keys_BKLD.stride(1), SHARES_PREFIXES=prefixes is not None, HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks_H is not None, GROUP=H // K,
+        SPLITS=splits, SIZE=D, PADDED=padded, QUERIES=triton.next_power_of_2(max(H // K, 16)),
+        POSITIONS=positions, EXACT=keys_BKLD.dtype == torch.float32, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         _merge[(B * H,)](
-            parts, maxima, totals, out_BHD, SPLITS=splits, SIZE=D,
-            PADDED=triton.next_power_of_2(D), num_warps=4,
+            parts, maxima, totals, sinks, out_BHD, H, HAS_SINKS=sinks_H is not None, SPLITS=splits,
+            SIZE=D, PADDED=triton.next_power_of_2(D), num_warps=4,
         )  # fmt: skip
     return out_BHD
 

@@ -21,7 +21,7 @@ PROGRAM_ELEMENTS = 1024
 
 
 @triton.jit
-def _rms_norm(x, weight, out, scales, eps, outer_stride, inner_stride, num_inner, num_rows,
+def _rms_norm(x, weight, out, scales, eps, shift, outer_stride, inner_stride, num_inner, num_rows,
               SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, ROUNDS: tl.constexpr,
               STORES_SCALES: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -35,7 +35,8 @@ def _rms_norm(x, weight, out, scales, eps, outer_stride, inner_stride, num_inner
     y = y * scale[:, None]
     if ROUNDS:
         y = y.to(x.dtype.element_ty).to(tl.float32)
-    y = y * tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+    w = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32) + shift
+    y = y * w[None, :]
     out_offset = row.to(tl.int64)[:, None] * SIZE + column[None, :]
     tl.store(out + out_offset, y.to(out.dtype.element_ty), mask=mask)
 
@@ -54,10 +55,11 @@ def rms_norm(
     eps: float,
     dtype: torch.dtype,
     rounds: bool,
+    shift: float = 0.0,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """`rounds`: to the dtype of `x` before the multiplication by the weight. `scales` [rows]
-    receives each row's 1/rms."""
+    """`rounds`: to the dtype of `x` before the multiplication by the weight plus `shift`. `scales`
+    [rows] receives each row's 1/rms."""
     D = x.shape[-1]
     x_NKD = as_rows(x)
     num_rows = x_NKD.shape[0] * x_NKD.shape[1]
@@ -65,7 +67,7 @@ def rms_norm(
     padded = triton.next_power_of_2(D)
     rows = rows_per_program(num_rows, padded)
     _rms_norm[(triton.cdiv(num_rows, rows),)](
-        x_NKD, weight_D, out, scales, eps, x_NKD.stride(0), x_NKD.stride(1), x_NKD.shape[1],
+        x_NKD, weight_D, out, scales, eps, shift, x_NKD.stride(0), x_NKD.stride(1), x_NKD.shape[1],
         num_rows, SIZE=D, PADDED=padded, ROWS=rows, ROUNDS=rounds,
         STORES_SCALES=scales is not None, num_warps=warps_per_program(rows, padded),
     )  # fmt: skip

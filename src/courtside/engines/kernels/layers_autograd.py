@@ -41,31 +41,48 @@ def _needs_grad(*tensors: Tensor) -> bool:
 
 
 def rms_norm(
-    x: Tensor, weight_D: Tensor, *, eps: float, dtype: torch.dtype, rounds: bool
+    x: Tensor,
+    weight_D: Tensor,
+    *,
+    eps: float,
+    dtype: torch.dtype,
+    rounds: bool,
+    shift: float = 0.0,
 ) -> Tensor:
+    """`shift`: added to the weight, as Gemma's norms do."""
     if _needs_grad(x, weight_D):
-        out: Tensor = _RMSNorm.apply(x, weight_D, eps, dtype, rounds)
+        out: Tensor = _RMSNorm.apply(x, weight_D, eps, dtype, rounds, shift)
         return out
-    return layers.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
+    return layers.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds, shift=shift)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight_D, eps, dtype, rounds):
+    def forward(ctx: Any, x, weight_D, eps, dtype, rounds, shift):
         scales = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
         ctx.save_for_backward(x, weight_D, scales)
-        return layers.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds, scales=scales)
+        ctx.shift = shift
+        return layers.rms_norm(
+            x, weight_D, eps=eps, dtype=dtype, rounds=rounds, shift=shift, scales=scales
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient):
         x, weight_D, scales = ctx.saved_tensors
-        gradients = rms_norm_backward(gradient, x, weight_D, scales, ctx.needs_input_grad[1])
-        return *gradients, None, None, None
+        gradients = rms_norm_backward(
+            gradient, x, weight_D, scales, ctx.needs_input_grad[1], ctx.shift
+        )
+        return *gradients, None, None, None, None
 
 
 def rms_norm_backward(
-    gradient: Tensor, x: Tensor, weight_D: Tensor, scales: Tensor, needs_weight_grad: bool
+    gradient: Tensor,
+    x: Tensor,
+    weight_D: Tensor,
+    scales: Tensor,
+    needs_weight_grad: bool,
+    shift: float,
 ) -> tuple[Tensor, Tensor | None]:
     D = x.shape[-1]
     x_NKD, num_rows = as_rows(x), len(scales)
@@ -77,20 +94,20 @@ def rms_norm_backward(
     if needs_weight_grad:
         partials_PD = torch.empty(programs, D, dtype=torch.float32, device=x.device)
     _rms_norm_backward[(programs,)](
-        gradient.contiguous(), x_NKD, weight_D, scales, x_gradient, partials_PD, x_NKD.stride(0),
-        x_NKD.stride(1), x_NKD.shape[1], num_rows, SIZE=D, PADDED=padded, ROWS=rows,
-        WEIGHT_GRAD=needs_weight_grad, num_warps=warps_per_program(rows, padded),
+        gradient.contiguous(), x_NKD, weight_D, scales, x_gradient, partials_PD, shift,
+        x_NKD.stride(0), x_NKD.stride(1), x_NKD.shape[1], num_rows, SIZE=D, PADDED=padded,
+        ROWS=rows, WEIGHT_GRAD=needs_weight_grad, num_warps=warps_per_program(rows, padded),
         maxnreg=BACKWARD_REGISTERS if padded <= BACKWARD_ELEMENTS else None,
     )  # fmt: skip
     return x_gradient, None if partials_PD is None else sum_partials(partials_PD, weight_D.dtype)
 
 
 @triton.jit
-def _rms_norm_backward(gradient, x, weight, scales, x_gradient, partials, outer_stride,
+def _rms_norm_backward(gradient, x, weight, scales, x_gradient, partials, shift, outer_stride,
                        inner_stride, num_inner, num_rows, SIZE: tl.constexpr, PADDED: tl.constexpr,
                        ROWS: tl.constexpr, WEIGHT_GRAD: tl.constexpr):  # fmt: skip
     column = tl.arange(0, PADDED)
-    w = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+    w = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)[None, :] + shift
     # Summed over the rows of a tile only once, at the end: each reduction synchronizes the warps.
     weight_gradient = tl.zeros([ROWS, PADDED], dtype=tl.float32)
     start = tl.program_id(0) * ROWS

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +49,8 @@ class RMSNormMatch:
     """Output dtype for each input dtype that was probed."""
     rounds: bool
     """The normalized input is rounded to its dtype before the multiplication by the weight."""
+    shift: float = 0.0
+    """Added to the weight: 1 in Gemma 1 to 3."""
 
     def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """`dtype` of the output, where all its consumers would cast it to that."""
@@ -56,35 +59,54 @@ class RMSNormMatch:
             return output
         return rms_norm(
             x, self.module.weight, eps=self.eps, dtype=dtype or self.output_dtypes[x.dtype],
-            rounds=self.rounds,
+            rounds=self.rounds, shift=self.shift,
         )  # fmt: skip
 
 
 def rms_norm(
-    x: Tensor, weight_D: Tensor, *, eps: float, dtype: torch.dtype, rounds: bool
+    x: Tensor,
+    weight_D: Tensor,
+    *,
+    eps: float,
+    dtype: torch.dtype,
+    rounds: bool,
+    shift: float = 0.0,
 ) -> Tensor:
     if can_run_kernels(x):
         from courtside.engines.kernels import layers_autograd  # needs Triton, absent on CPUs
 
-        return layers_autograd.rms_norm(x, weight_D, eps=eps, dtype=dtype, rounds=rounds)
+        return layers_autograd.rms_norm(
+            x, weight_D, eps=eps, dtype=dtype, rounds=rounds, shift=shift
+        )
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if shift:
+        weight_D = weight_D.to(torch.promote_types(weight_D.dtype, torch.float32)) + shift
     return ((y.to(x.dtype) if rounds else y) * weight_D).to(dtype)
+
+
+def takes_one_input(module: Any) -> bool:
+    """Whether hidden states are all that a norm takes. Those of recurrent layers take a gate."""
+    return len(signature(module.forward).parameters) == 1
 
 
 def match_rms_norm(module: Any, dtype: torch.dtype | None) -> RMSNormMatch | None:
     """The RMSNorm that the module computes, probed in the dtype of its weight and in `dtype`."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or eps is None:
+    if "RMSNorm" not in type(module).__name__ or eps is None:
         return None
-    if weight.dim() != 1:
+    # A buffer may be a dummy that no forward pass multiplies, as in Falcon-Mamba.
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not takes_one_input(module):
         return None
     example = torch.linspace(-2, 3, 3 * len(weight), device=weight.device).view(3, -1)
     inputs = [example.to(d) for d in dict.fromkeys((weight.dtype, dtype or weight.dtype))]
     expected = [module(x) for x in inputs]
     output_dtypes = {x.dtype: y.dtype for x, y in zip(inputs, expected, strict=True)}
-    matches = [RMSNormMatch(module, float(eps), output_dtypes, rounds) for rounds in (True, False)]
+    matches = [
+        RMSNormMatch(module, float(eps), output_dtypes, rounds, shift)
+        for rounds, shift in ((True, 0.0), (False, 0.0), (False, 1.0))
+    ]
     errors = [
         max(_relative_error(match.forward(x), y) for x, y in zip(inputs, expected, strict=True))
         for match in matches
