@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from courtside.engines.compatibility import (
     enable_activation_checkpointing,
     uses_activation_checkpointing,
 )
+from courtside.engines.lm_head import LMHead
 from courtside.engines.loading import load_model, silence_tied_weight_warnings
 from courtside.engines.precision import average_in_place, resolve_dtype
 from courtside.errors import ModelError
@@ -91,6 +92,22 @@ class StudentWeights:
         finally:
             for name, parameter in self.trained.items():
                 parameter.data = before[name]
+
+    # ── whole on this process; `sharding.ShardedWeights` overrides these ────────────────────────
+
+    def gather_head(self) -> AbstractContextManager[None]:
+        """Around the forward and backward passes of a step."""
+        return nullcontext()
+
+    def gather_layers(self) -> AbstractContextManager[None]:
+        """Around what looks at the parameters of layers."""
+        return nullcontext()
+
+    def start_pass(self, head: LMHead, *, is_last: bool) -> None:
+        """Before each forward and backward pass of a step."""
+
+    def publish(self) -> None:
+        """Give trained weights to the model that samples, where it is another one."""
 
     def copy(self) -> Any:
         """A separate frozen model with the current weights."""
