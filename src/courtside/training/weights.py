@@ -50,6 +50,12 @@ class StudentWeights:
             average_with=None if average is None else (average.model, average.weight),
             in_4_bits=config.lora is not None and config.lora.base_dtype == "nf4",
         )
+        if self.model.config.model_type == "rwkv":
+            raise ModelError(
+                f"student.model = {config.model!r} is an RWKV, whose layers in transformers "
+                "overwrite what their backward pass needs. Choose another student; it may be a "
+                "teacher"
+            )
         _keep_differentiable(self.model)
         self.autocast = torch.bfloat16 if dtype == torch.bfloat16 else None
         self.adapter: Any = None
