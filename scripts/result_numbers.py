@@ -261,6 +261,27 @@ def _key(measure: str, when: str) -> str:
     return when if measure == "score" else f"{measure}_{when}"
 
 
+def cost_rows(study: str, *measures: str) -> list[list[str]]:
+    """Arms down: what they end at, and what a run of each costs, means over seeds."""
+    units = {"student_tokens": "student tokens", "teacher_tokens": "teacher tokens"}
+    results = read_results(study)
+    rows = [["arm", "rate", *(f"`{m}`" for m in measures), *units.values(), "PFLOP", "steps"]]
+    rows.append(["start", "", *(_before(results, measure) for measure in measures), *[""] * 4])
+    for name, arm in results["arms"].items():
+        spent = {unit: value["mean"] for unit, value in arm["spent"].items()}
+        rows.append(
+            [
+                f"`{name}`",
+                f"{arm['learning_rate']:g}",
+                *(format_value(arm[_key(measure, "after")], "%") for measure in measures),
+                *(f"{spent[unit] / 1000:.0f}k" for unit in units),
+                f"{spent['flops'] / 1e15:.2f}",
+                f"{spent['steps']:.0f}",
+            ]
+        )
+    return rows
+
+
 def contrast_rows(study: str, style: str = "points", variant: str = "") -> list[list[str]]:
     """The fixed contrasts of a study, or of one of its variants."""
     results = read_results(study)
@@ -343,6 +364,7 @@ def gate_rows(study: str) -> list[list[str]]:
 
 TABLES: Mapping[str, Callable[..., list[list[str]]]] = {
     "arms": arm_rows,
+    "costs": cost_rows,
     "contrasts": contrast_rows,
     "sides": side_rows,
     "faults": fault_rows,

@@ -216,6 +216,8 @@ class Run:
             self.alarms.check_hints(step, hints)
         if step > NUM_COMPARED and row.get("hints/shift", math.inf) < MIN_FIRST_SHIFT:
             self.alarms.check_shifts(step)
+        if any(stage.kind == "rewrite" for stage in self.recipe.drafts):
+            self.alarms.check_repairs(step)
         self._note_slowdown(row)
         if self.budget_end is not None:
             self.console.print_line(

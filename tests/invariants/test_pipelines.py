@@ -332,3 +332,52 @@ def test_the_report_has_all_stages(tree: Tree, finished: Path) -> None:
     assert f"<td>{sum(costs):,}</td>" in text
     with pytest.raises(UserError, match=r"is the folder of a pipeline\. Give one of its stages"):
         RunFolder.read(finished)
+
+
+def test_a_teacher_learns_to_go_on_from_the_students_states(
+    tiny_folder: Path, tiny_teacher_folder: Path, tmp_path: Path
+) -> None:
+    """Draft, adapt the teacher to the student's prefixes, distil from the adapted teacher."""
+    reward = [{"kind": "policy_gradient", "advantage": "reward"}]
+    tasks_file = write_jsonl(
+        tmp_path / "words.jsonl",
+        [{"prompt": f"say {n}", "completion": "yes no yes no", "answer": "yes",
+          "grader": "contains"} for n in range(40)],
+    )  # fmt: skip
+    tree = {
+        "base": {
+            "tasks": {"kind": "jsonl", "path": str(tasks_file)},
+            "rollout": {"samples_per_prompt": 2, "max_new_tokens": 14},
+            "train": {"steps": 2, "prompts_per_step": 4, "learning_rate": 1e-3},
+            "evaluate": {"num_tasks": 1},
+            "student": {"model": str(tiny_folder)},
+        },
+        "stages": [
+            {"name": "sft", "rollout": {"student_fraction": 0},
+             "losses": [{"kind": "cross_entropy", "on": "dataset"}],
+             "train": {"steps": 60, "prompts_per_step": 8, "learning_rate": 3e-2}},
+            {"name": "draft", "student": {"model": "stage:sft"}, "losses": reward},
+            {"name": "adapt", "student": {"model": str(tiny_teacher_folder)},
+             "tasks": {"kind": "prefixes", "path": "stage:draft", "depths": [0.0, 1.0], "cuts": 3},
+             "losses": reward},
+            {"name": "distil", "student": {"model": "stage:draft"},
+             "teacher": {"kind": "model", "model": "stage:adapt"},
+             "losses": [{"kind": "divergence"}]},
+        ],
+    }  # fmt: skip
+    path = tmp_path / "run"
+    last = run(tree, path)
+    draft, adapt = (RunFolder.read(path / "stages" / n) for n in ("02-draft", "03-adapt"))
+    answers = {
+        s.trajectory.response for step in draft.trajectory_steps() for s in draft.trajectories(step)
+    }
+    for step in adapt.trajectory_steps():
+        for stored in adapt.trajectories(step):
+            prefix = stored.trajectory.task.messages[-1].content
+            assert any(a.startswith(prefix) and len(a) > len(prefix) for a in answers)
+            grade, whole = stored.trajectory.grade, prefix + stored.trajectory.response
+            assert grade is not None and grade.passed == ("yes" in whole)
+    assert len(last.metrics()) == 2 and last.path.name == "04-distil"
+    before = contents(path / "stages" / "03-adapt")
+    run(tree, path)  # all stages are done
+    assert contents(path / "stages" / "03-adapt") == before

@@ -37,6 +37,21 @@ def test_a_digit_that_was_changed_is_noticed() -> None:
     assert rewrite(table.replace("better", "worse", 1)) == table
 
 
+def test_costs_are_listed_with_what_an_arm_ends_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = {"student_tokens": 600_400, "teacher_tokens": 0, "flops": 2.5e15, "steps": 18.4}
+    arm = {
+        "learning_rate": 1e-5,
+        "before": {"mean": 0.25},
+        "after": {"mean": 0.5, "low": 0.4, "high": 0.6, "seeds": 5},
+        "spent": {unit: {"mean": value} for unit, value in spent.items()},
+    }
+    monkeypatch.setattr(result_numbers, "read_results", lambda study: {"arms": {"a": arm}})
+    assert render_table("costs; s; score").splitlines()[3:5] == [
+        "| start |  | 25.0% |  |  |  |  |",
+        "| `a` | 1e-05 | 50.0% (40.0–60.0) | 600k | 0k | 2.50 | 18 |",
+    ]
+
+
 def test_numbers_outside_of_markers_are_refused() -> None:
     assert list(find_loose("It ends at 12.5% of turns, 41 points less (4–78), 0.10 nats.")) == [
         "12.5%", "41 points", "(4–78)", "0.10 nats",

@@ -83,6 +83,23 @@ def test_a_repetition_has_numbers_and_goes_on_from_the_stage_before() -> None:
     assert [str(stages[i].recipe.tasks.path) for i in (0, 2)] == ["day-1.jsonl", "day-2.jsonl"]
 
 
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_sections_of_a_stage_stand_in_the_stage_itself(is_repeated: bool) -> None:
+    stage = {"name": "a", "changes": {"train": {"steps": 3}}}
+    with pytest.raises(RecipeError, match=r"changes: unknown key; a stage has name, recipe"):
+        pipeline_of({"repeat": 2, "stages": [stage]} if is_repeated else stage)
+
+
+def test_prefixes_come_from_the_run_of_an_earlier_stage() -> None:
+    stages = pipeline_of(
+        {"name": "draft"},
+        {"name": "rl", "tasks": {"kind": "prefixes", "path": "stage:draft"}},
+    ).stages
+    assert [(r.field, r.stage, r.kind) for r in stages[1].references] == [
+        ("tasks.path", "draft", "run")
+    ]
+
+
 def test_students_and_teachers_have_roots() -> None:
     pipeline = pipeline_of(
         {"name": "sft"},

@@ -1,4 +1,7 @@
-"""docs/supported-models.md is true: small models of each type against plain transformers."""
+"""docs/supported-models.md is true: small models of each type against plain transformers.
+
+Recurrent and hybrid types are compared in `engines/test_recurrent_session.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hybrids import KINDS
 from support.tiny_model import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -46,16 +50,6 @@ FAST: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "qwen3_moe": EXPERTS,
     "smollm3": {"use_sliding_window": False},
-}  # fmt: skip
-CANNOT_SAMPLE: dict[str, dict[str, Any]] = {
-    "jamba": {"num_experts": 2, "mamba_d_state": 8, "num_hidden_layers": 4},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "mamba": {"state_size": 8},
-    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1},
-    "qwen3_next": {
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8, "num_hidden_layers": 4, **EXPERTS,
-    },
 }  # fmt: skip
 PROMPTS = tuple(tuple(range(5, 5 + length)) for length in (3, 9, 14))
 
@@ -99,16 +93,8 @@ def test_fast_types_take_every_fast_path(kind: str) -> None:
     assert engine.stateless_reason is None and engine.separate_branches_reason is None
 
 
-@pytest.mark.parametrize("kind", CANNOT_SAMPLE)
-def test_recurrent_types_score_and_cannot_sample(kind: str) -> None:
-    engine = make_engine(kind, CANNOT_SAMPLE[kind])
-    score(engine)
-    with pytest.raises((AttributeError, ValueError)):
-        sample(engine)
-
-
 def test_the_page_lists_these_types() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for title, kinds in (("all fast paths", FAST), ("cannot sample", CANNOT_SAMPLE)):
+    for title, kinds in (("all fast paths", FAST), ("recurrent and hybrid", KINDS)):
         (row,) = re.findall(rf"^\| {title} \| (.+?) \|", page, re.M)
         assert set(re.findall(r"`(\w+)`", row)) == kinds.keys()

@@ -171,6 +171,9 @@ class Capabilities:
     """Whether it has `score_branches`, which scores all hints of a trajectory in one pass."""
     weight_updates: bool
     """Whether `load_weights` makes it follow the student."""
+    row_state_tokens: int = 0
+    """Tokens whose keys and values take the memory of what a row has cached however short it is:
+    recurrent and convolution states."""
     mixed_sampling: bool = False
     """Whether its model decodes token by token with another one (`engines/mixed_sampling.py`)."""
 

@@ -31,6 +31,8 @@ from courtside.engines.base import (
 )
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, score_positions
+from courtside.engines.forward.state_branches import find_separate_reason, score_state_trees
+from courtside.engines.forward.state_passes import StatePasses, probe_state_passes
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_trees
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.cuda_graphs import CudaGraphs
@@ -38,13 +40,14 @@ from courtside.engines.generation.decode_probe import probe_decoding
 from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.kv_cache import POSITION_STEP, KVCachePool
 from courtside.engines.generation.left_padded import LeftPaddedBatch
+from courtside.engines.generation.recurrent_session import RecurrentBatch, RecurrentSession
 from courtside.engines.generation.sampler import SampleBuffer
 from courtside.engines.generation.session import CachedSession, decode
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.loading import find_context_length, find_eos_ids
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.patches.onednn_prepack import make_prepacked_patches
-from courtside.engines.probes import probe_kv_cache
+from courtside.engines.probes import find_unsupported_attention, probe_kv_cache
 from courtside.errors import ModelError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.types import Sample
@@ -85,6 +88,7 @@ class LocalEngine:
             hidden_states=True,
             branches=True,
             weight_updates=True,
+            row_state_tokens=self.row_state_tokens,
             mixed_sampling=True,
         )
 
@@ -126,7 +130,8 @@ class LocalEngine:
             samples = []
             while len(samples) < len(ordered):
                 start = len(samples)
-                end = start + max(1, self.max_batch_tokens // lengths[order[start]])
+                row_tokens = lengths[order[start]] + self.row_state_tokens
+                end = start + max(1, self.max_batch_tokens // row_tokens)
                 samples += self._sample_batch(ordered[start:end], sampling)
         by_request = dict(zip(order, samples, strict=True))
         return [by_request[i] for i in range(len(requests))]
@@ -135,18 +140,29 @@ class LocalEngine:
         num_rows = len(requests)
         if self.stateless_reason is None:
             return self.session(num_rows).sample(range(num_rows), requests, sampling)
+        if self.state_passes is not None:
+            session = self._recurrent_session(num_rows, self.state_passes, retain_states=False)
+            return session.sample(range(num_rows), requests, sampling)
         prompts = [request.prompt_ids for request in requests]
         with self.autocast_context():
-            batch = LeftPaddedBatch(self.model, prompts, pad_id=self.pad_id)
+            batch = self.decode_batch(prompts)
             return decode(
                 batch.order, batch.prefill(), batch.advance, requests=requests, sampling=sampling,
                 head=self.head, buffer=self.make_buffer(num_rows, sampling),
             )  # fmt: skip
 
+    def decode_batch(self, prompts: Sequence[tuple[int, ...]]) -> LeftPaddedBatch | RecurrentBatch:
+        """Prompts that are decoded eagerly; inside autocast."""
+        if self.state_passes is not None:
+            return RecurrentBatch(self.state_passes, prompts)
+        return LeftPaddedBatch(self.model, prompts, pad_id=self.pad_id)
+
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
     def session(self, num_rows: int, *, row_capacity: int | None = None) -> Session:
         """Multi-turn conversations, one per row."""
+        if self.state_passes is not None:
+            return self._recurrent_session(num_rows, self.state_passes)
         if self.stateless_reason is not None:
             return StatelessSession(self.sample, num_rows=num_rows, note=self.stateless_reason)
         if self.uses_continuous_batching:
@@ -159,6 +175,47 @@ class LocalEngine:
             make_buffer=self.make_buffer,
             autocast_context=self.autocast_context,
         )
+
+    def _recurrent_session(
+        self, num_rows: int, passes: StatePasses, *, retain_states: bool = True
+    ) -> RecurrentSession:
+        return RecurrentSession(
+            passes,
+            self.head,
+            num_rows=num_rows,
+            make_buffer=self.make_buffer,
+            autocast_context=self.autocast_context,
+            retain_states=retain_states,
+        )
+
+    @property
+    def state_passes(self) -> StatePasses | None:
+        """How a recurrent or hybrid model continues from saved states; None: it has only a KV
+        cache."""
+        passes = self._probed_states
+        if isinstance(passes, str):
+            raise ModelError(
+                f"{self.name} ({self.model.config.model_type}) cannot sample: its states do not "
+                f"continue a sequence ({passes}). Use another model, or this one as a teacher that "
+                "only scores, with evaluate.teacher = false"
+            )
+        return passes
+
+    @property
+    def row_state_tokens(self) -> int:
+        """See `Capabilities`."""
+        if find_unsupported_attention(self.model) is None:  # without a probe, for models with KV
+            return 0
+        passes = self._probed_states
+        return passes.row_state_tokens if isinstance(passes, StatePasses) else 0
+
+    @cached_property
+    def _probed_states(self) -> StatePasses | str | None:
+        """With the reason where they do not continue a sequence."""
+        if self.stateless_reason is None:
+            return None
+        with self.autocast_context():
+            return probe_state_passes(self.model)
 
     def _continuous_batching(self, num_rows: int, row_capacity: int) -> ContinuousBatchingSession:
         return ContinuousBatchingSession(
@@ -255,8 +312,15 @@ class LocalEngine:
     @cached_property
     def separate_branches_reason(self) -> str | None:
         """Why branches of this model are scored separately; None: they share their trunk's pass."""
+        if self._branch_states is not None:
+            return find_separate_reason(self._branch_states)
         with self.autocast_context():
             return probe_tree_scoring(self.passes)
+
+    @property
+    def _branch_states(self) -> StatePasses | None:
+        """Of a recurrent or hybrid model, whose branches continue from states at their splices."""
+        return self._probed_states if isinstance(self._probed_states, StatePasses) else None
 
     @torch.no_grad()
     def score_branches(
@@ -270,6 +334,17 @@ class LocalEngine:
         for r in requests:
             self.check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
         with self.autocast_context(), self._patch_model():
+            if self._branch_states is not None:
+                return score_state_trees(
+                    self._branch_states,
+                    self.head,
+                    requests,
+                    pad_id=self.pad_id,
+                    want=want,
+                    top_k=top_k,
+                    max_tokens=self.score_batch_tokens,
+                    progress=self.progress,
+                )
             return score_trees(
                 self.passes,
                 self.head,

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import Sampling
-from courtside.engines.generation.left_padded import LeftPaddedBatch
 from courtside.engines.generation.sampler import sample_tokens, stack_uniforms
 from courtside.engines.local import LocalEngine
 from courtside.types import Sample
@@ -50,8 +49,12 @@ class MixedSampler:
         for request in requests:
             self.student.check_length(len(request.prompt_ids) + sampling.max_new_tokens)
             self.teacher.check_length(len(request.teacher_prompt_ids) + sampling.max_new_tokens)
+        num_state_tokens = self.student.row_state_tokens + self.teacher.row_state_tokens
         lengths = [  # of both KV caches
-            len(r.prompt_ids) + len(r.teacher_prompt_ids) + 2 * sampling.max_new_tokens
+            num_state_tokens
+            + len(r.prompt_ids)
+            + len(r.teacher_prompt_ids)
+            + 2 * sampling.max_new_tokens
             for r in requests
         ]
         # Longest first, and samples of one prompt as neighbors: they share its prefill.
@@ -68,12 +71,9 @@ class MixedSampler:
         self, requests: Sequence[MixedRequest], sampling: Sampling
     ) -> list[MixedSample]:
         student, teacher = self.student, self.teacher
-        student_batch = LeftPaddedBatch(
-            student.model, [r.prompt_ids for r in requests], pad_id=student.pad_id
-        )
-        teacher_batch = LeftPaddedBatch(
-            teacher.model, [r.teacher_prompt_ids for r in requests], pad_id=teacher.pad_id
-        )
+        student_batch = student.decode_batch([r.prompt_ids for r in requests])
+        with self.teacher_weights():
+            teacher_batch = teacher.decode_batch([r.teacher_prompt_ids for r in requests])
         buffer = student.make_buffer(len(requests), sampling)
         num_replaced = [0] * len(requests)
         # Two random numbers a token: for the proposal, and for a replacement.

@@ -72,10 +72,11 @@ def _rope_types(config: Any) -> set[str]:
 
 
 @torch.no_grad()
-def run_probe(model: Any, compute_error: Callable[[], float]) -> str | None:
+def run_probe(
+    model: Any, compute_error: Callable[[], float], *, max_error: float = 0.01
+) -> str | None:
     """What is wrong with an example whose relative error is `compute_error()`; None: nothing.
-
-    Windows are small meanwhile, so that the example crosses them."""
+    `max_error`: in float32. Windows are small meanwhile, so that the example crosses them."""
     try:
         with eval_mode(model):
             if not window_is_in_effect(model):
@@ -87,7 +88,7 @@ def run_probe(model: Any, compute_error: Callable[[], float]) -> str | None:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         return f"a small example fails ({type(e).__name__}: {e})"
     is_16bit = torch.is_autocast_enabled(model.device.type) or model.dtype.itemsize < 4
-    if not error < (0.05 if is_16bit else 0.01):
+    if not error < (0.05 if is_16bit else max_error):
         return "on a small example its hidden states are not those of separate passes"
     return None
 

@@ -124,7 +124,7 @@ def _arm(runs: Sequence[Outcome], budget: float, goals: Sequence[float]) -> dict
 
 
 def mean_costs(runs: Sequence[Outcome]) -> dict[str, dict[str, float]]:
-    """By phase of a run: seconds, tokens and FLOPs, mean over runs."""
+    """By phase: seconds, tokens and FLOPs, mean over runs; a run without the phase has 0."""
     phases = dict.fromkeys(phase for run in runs for phase in run.get("seconds", {}))
     rows = {
         phase: [
@@ -134,7 +134,10 @@ def mean_costs(runs: Sequence[Outcome]) -> dict[str, dict[str, float]]:
         for phase in phases
     }
     return {
-        phase: {key: statistics.fmean(cost[key] for cost in costs) for key in costs[0]}
+        phase: {
+            key: statistics.fmean(cost.get(key, 0.0) for cost in costs)
+            for key in dict.fromkeys(key for cost in costs for key in cost)
+        }
         for phase, costs in rows.items()
     }
 

@@ -131,6 +131,7 @@ def parse_pipeline(
     tree: Mapping[str, Any], *, name: str = "pipeline", folder: Path = Path()
 ) -> Pipeline:
     """`folder`: that of the recipes which it names."""
+    _refuse_changes(tree.get("stages"), name, "stages")
     config = _validate(PipelineConfig, tree, name, "")
     planned = list(_expand(config, name))
     if len(planned) > MAX_STAGES:
@@ -224,6 +225,16 @@ def _validate(section: Any, tree: Any, name: str, where: str) -> Any:
         raise RecipeError(f"{name}:\n" + "\n".join(lines)) from None
 
 
+def _refuse_changes(stages: Any, name: str, where: str) -> None:
+    """Stages have their recipe's sections under `changes` once they are read, and not in a file."""
+    for index, stage in enumerate(stages if isinstance(stages, list | tuple) else ()):
+        if isinstance(stage, Mapping):
+            if "changes" in stage:
+                keys = _list_keys(StageConfig)
+                raise RecipeError(f"{name}:\n  {where}[{index}].changes: unknown key; {keys}")
+            _refuse_changes(stage.get("stages"), name, f"{where}[{index}].stages")
+
+
 def _list_keys(section: type[Section]) -> str:
     keys = [key for key in section.model_fields if key != "changes"]
     if section is PipelineConfig:
@@ -258,6 +269,8 @@ PLACES: Mapping[tuple[str, ...], Literal["model", "adapter", "run"]] = {
     ("tasks", "path"): "run",
 }
 """Where a stage may be named, and what of it is used there."""
+RUN_TASKS = ("trajectories", "prefixes")
+"""Kinds of tasks that are made of another run."""
 
 
 def _resolve_references(
@@ -267,11 +280,11 @@ def _resolve_references(
         field = ".".join(path)
         pattern = ("teacher", "routes", "*", path[-1]) if path[1:2] == ("routes",) else path
         kind = PLACES.get(pattern)
-        if kind is None or (kind == "run" and tree["tasks"].get("kind") != "trajectories"):
+        if kind is None or (kind == "run" and tree["tasks"].get("kind") not in RUN_TASKS):
             raise RecipeError(
                 f"{where}: {field} = {PREFIX + target!r}: a stage can be named in student.model, "
                 "student.adapter, student.average_with.model, teacher.model, teacher.adapter, "
-                "those of a route, and as tasks.path of kind = 'trajectories'"
+                "those of a route, and as tasks.path of kind = 'trajectories' or 'prefixes'"
             )
         name = labels[-1][0] if target == PREVIOUS and labels else None
         # A stage of a repetition is meant by the name in the file, too: the last one before.

@@ -18,6 +18,7 @@ from pydantic import (
 from courtside.plugins import check_import_path
 from courtside.recipe.base import Fraction, Setting, import_path
 from courtside.recipe.document_tasks import DocumentTasks
+from courtside.recipe.prefix_tasks import PrefixTasks
 from courtside.recipe.tasks_base import TasksBase
 
 
@@ -386,6 +387,7 @@ TasksConfig = Annotated[
     | CustomTasks
     | ConversationTasks
     | TrajectoryTasks
+    | PrefixTasks
     | DocumentTasks
     | EnvironmentTasks
     | ToolboxTasks

@@ -15,8 +15,11 @@ from courtside.report.folder.folder import RunFolder
 from courtside.report.metrics import DRAFTS, READER
 from courtside.types import Evaluation, HintOutcome, Scored, Update
 
-HARMFUL_HINTS, UNHEEDED_HINTS = "harmful_hints", "unheeded_hints"
+HARMFUL_HINTS, UNHEEDED_HINTS, FEW_REPAIRS = "harmful_hints", "unheeded_hints", "few_repairs"
 """Kinds of alarm."""
+MIN_REPAIR_REQUESTS, FEW_REPAIRS_FRACTION = 64, 0.1
+"""Questions of the latest steps that an alarm needs, and the fraction of them below which it is
+raised: where 2 of 84 questions gave a repair, steps on those few repairs ruined the student."""
 NUM_COMPARED = 3
 """Steps with hints at the start of a run, and lately, whose shifts are compared."""
 MIN_FIRST_SHIFT, UNHEEDED_FRACTION = 1.0, 0.1
@@ -39,6 +42,10 @@ class RunAlarms:
     def check_shifts(self, step: int) -> None:
         """Alarm where hints move their turns much less than at the start of the run."""
         self._raise_now_and_then(step, UNHEEDED_HINTS, check_unheeded_hints(self.folder.metrics()))
+
+    def check_repairs(self, step: int) -> None:
+        """Alarm where hardly any question of a `rewrite` stage gives a repair that is used."""
+        self._raise_now_and_then(step, FEW_REPAIRS, check_few_repairs(self.folder.metrics()))
 
     def _raise_now_and_then(self, step: int, kind: str, alarm: str | None) -> None:
         if alarm is None:
@@ -151,6 +158,29 @@ def check_unheeded_hints(rows: Sequence[Mapping[str, Any]]) -> str | None:
         f"hints move their turns by {last:+.2f} nats now, where it was {first:+.2f} in the first "
         "steps: the teacher hardly heeds them any more, so they teach little. A teacher with "
         "weights = 'live' unlearns it together with the student; 'frozen' and 'ema' hold it longer"
+    )
+
+
+def check_few_repairs(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The alarm of a run whose last `MIN_REPAIR_REQUESTS` questions gave few repairs that are used;
+    None: they gave enough, or there were too few questions."""
+    num_requests = num_repairs = 0
+    reasons: Counter[str] = Counter()
+    for row in reversed(rows):
+        if num_requests >= MIN_REPAIR_REQUESTS:
+            break
+        num_requests += row.get(f"{DRAFTS}rewrite/requests", 0)
+        num_repairs += row.get(f"{DRAFTS}rewrite/repairs", 0)
+        dropped = f"{DRAFTS}rewrite/dropped/"
+        reasons.update({k.removeprefix(dropped): n for k, n in row.items() if dropped in k})
+    if num_requests < MIN_REPAIR_REQUESTS or num_repairs >= FEW_REPAIRS_FRACTION * num_requests:
+        return None
+    why = ", ".join(f"{reason} {n}" for reason, n in reasons.most_common())
+    return (
+        f"{num_repairs} of the last {num_requests} questions for a repair gave one that is used "
+        f"({why}): each step trains on a few answers, and so few can ruin the student. Look at the "
+        "replies with `courtside view`; see drafts.prompt and drafts.reference, ask a stronger "
+        "model, or lower the learning rate"
     )
 
 

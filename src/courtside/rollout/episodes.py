@@ -105,7 +105,8 @@ class EpisodeRollout:
         if not requests:
             return []
         row_capacity = self._row_capacity(requests, sampling, turn_limit)
-        num_rows = min(len(requests), max(1, self.engine.max_batch_tokens // row_capacity))
+        row_tokens = row_capacity + self.engine.capabilities.row_state_tokens
+        num_rows = min(len(requests), max(1, self.engine.max_batch_tokens // row_tokens))
         session = self.engine.session(num_rows, row_capacity=row_capacity)
         waiting, free_rows = deque(enumerate(requests)), deque(range(num_rows))
         running: dict[int, EpisodeState] = {}

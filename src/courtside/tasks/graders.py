@@ -16,9 +16,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 from courtside.errors import TaskError
+from courtside.recipe.prefix_tasks import PrefixTasks
 from courtside.recipe.tasks import USER_GRADER_SECONDS, GradedTasks, TasksConfig
 from courtside.tasks.checks import CHECKS, find_violation
 from courtside.tasks.maze import find_mistake
+from courtside.tasks.student_prefixes import grade_whole_answers
 from courtside.tasks.user_graders import load_grader, run_grader
 from courtside.types import Grade, Task
 
@@ -47,10 +49,10 @@ def grade(task: Task, response: str, *, seconds: float = USER_GRADER_SECONDS) ->
 
 
 def make_grader(config: TasksConfig) -> Callable[[Task, str], Grade | None]:
-    """`grade` with the time limit of a [tasks] section."""
+    """`grade` with the time limit of a [tasks] section; of whole answers where tasks begin them."""
     if isinstance(config, GradedTasks):
         return partial(grade, seconds=config.grader_seconds)
-    return grade
+    return grade_whole_answers(grade) if isinstance(config, PrefixTasks) else grade
 
 
 def require_gradable(task: Task) -> None:

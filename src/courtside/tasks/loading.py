@@ -13,6 +13,7 @@ from courtside.environments.switchboard.environment import Switchboard
 from courtside.environments.toolbox.environment import Toolbox
 from courtside.recipe.builtin import find_data_path
 from courtside.recipe.document_tasks import DocumentTasks
+from courtside.recipe.prefix_tasks import PrefixTasks
 from courtside.recipe.tasks import (
     ArithmeticTasks,
     ConversationTasks,
@@ -44,6 +45,7 @@ from courtside.tasks.instructions import instruction_space
 from courtside.tasks.maze import maze_space
 from courtside.tasks.parsing import read_jsonl_tasks
 from courtside.tasks.stored_trajectories import make_replay_source
+from courtside.tasks.student_prefixes import read_prefix_tasks
 from courtside.types import Task
 
 
@@ -121,6 +123,8 @@ def make_task_source(
         case DocumentTasks():
             assert tokenizer is not None, "documents become windows of tokens"
             return make_document_source(config, tokenizer, seed=seed)
+        case PrefixTasks():
+            return finite(read_prefix_tasks(config, notes), config.path)
         case TrajectoryTasks():
             max_tokens = None if prompt_limit is None else prompt_limit.max_tokens
             return make_replay_source(config, seed=seed, max_tokens=max_tokens, hinted=hinted)

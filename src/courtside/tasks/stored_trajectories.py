@@ -76,7 +76,7 @@ def make_replay_source(
 ) -> ReplaySource:
     """`max_tokens`: of a trajectory; None: no limit. `hinted`: ids that hints name, of trajectories
     or of chat logs."""
-    folder = _folder(config.path)
+    folder = open_stored_run(config.path)
     outlines = _outlines(folder, config.steps)
     if config.select == "hinted":
         outlines = _with_hints(outlines, hinted, config.path)
@@ -96,14 +96,15 @@ def make_replay_source(
     return source
 
 
-def _folder(path: Path) -> RunFolder:
+def open_stored_run(path: Path) -> RunFolder:
     try:
         return RunFolder.read(path)
     except UserError as error:
         raise TaskError(f"tasks.path: {error}") from None
 
 
-def _outlines(folder: RunFolder, steps: Sequence[int] | None) -> list[Outline]:
+def list_stored_steps(folder: RunFolder, steps: Sequence[int] | None) -> list[int]:
+    """The steps that were asked for, or all; a TaskError where one has no trajectories."""
     stored_steps = folder.trajectory_steps()
     where = f"tasks.path = {str(folder.path)!r}"
     if not stored_steps:
@@ -116,9 +117,14 @@ def _outlines(folder: RunFolder, steps: Sequence[int] | None) -> list[Outline]:
             f"{len(stored_steps)} steps, {stored_steps[0]} to {stored_steps[-1]}. Name those, or "
             "leave `steps` out; run.trajectories_every of that run decides which are kept"
         )
+    return sorted(steps or stored_steps)
+
+
+def _outlines(folder: RunFolder, steps: Sequence[int] | None) -> list[Outline]:
+    where = f"tasks.path = {str(folder.path)!r}"
     # A run that replayed trajectories itself has stored the same ones in every epoch.
     by_id: dict[str, Outline] = {}
-    for step in sorted(steps or stored_steps):
+    for step in list_stored_steps(folder, steps):
         for outline in folder.outlines(step):
             by_id.setdefault(outline.trajectory.id, outline)
     if not by_id:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from courtside.engines.patches.fused_layers import match_swiglu_mlp
+from courtside.engines.patches.fused_layers import match_swiglu_mlp, takes_one_input
 from courtside.engines.patches.patch import Patch
 
 MMAP_BYTES = 2**25
@@ -122,6 +122,8 @@ def _is_plain_norm(module: Any) -> bool:
     if "RMSNorm" not in type(module).__name__ or not hasattr(module, "variance_epsilon"):
         return False
     if weight is None or weight.dtype != torch.float32 or weight.dim() != 1:
+        return False
+    if not takes_one_input(module):
         return False
     x = torch.linspace(-2, 3, 3 * len(weight)).sin().view(3, -1)
     return torch.equal(_rms_norm(x, x, weight, module.variance_epsilon), module(x))

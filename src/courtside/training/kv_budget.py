@@ -63,10 +63,17 @@ def num_weight_copies(recipe: Recipe) -> int:
 
 
 def kv_bytes_per_token(model: Any, dtype: torch.dtype | None) -> int:
-    """Keys and values of one token in all layers."""
+    """Keys and values of one token in all layers that have some. Where none has, of as many
+    hidden states: what its rows take is counted in such tokens (`Capabilities.row_state_tokens`).
+    """
     config = model.config.get_text_config()
-    num_heads = config.num_attention_heads
+    itemsize = (dtype or next(model.parameters()).dtype).itemsize
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    num_layers = sum("attention" in kind or "hybrid" in kind for kind in kinds)
+    num_layers -= sum(kind == "linear_attention" for kind in kinds)
+    num_heads = getattr(config, "num_attention_heads", None)
+    if not num_layers or num_heads is None:
+        return int(2 * config.num_hidden_layers * config.hidden_size * itemsize)
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    itemsize = (dtype or next(model.parameters()).dtype).itemsize
-    return int(2 * config.num_hidden_layers * num_kv_heads * head_dim * itemsize)
+    return int(2 * num_layers * num_kv_heads * head_dim * itemsize)

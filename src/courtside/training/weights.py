@@ -15,6 +15,7 @@ from courtside.engines.precision import resolve_dtype
 from courtside.errors import ModelError
 from courtside.recipe.student import LoraConfig, StudentConfig
 from courtside.seeds import seed_for
+from courtside.training.adapter_targets import check_targets, find_bare_layers
 
 
 def pick_device(config: StudentConfig) -> torch.device:
@@ -113,12 +114,14 @@ def _with_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
     targets: Any = (
         lora.target_modules if lora.target_modules == "all-linear" else list(lora.target_modules)
     )
+    bare_layers = find_bare_layers(model)
     settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
         lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        exclude_modules=bare_layers if bare_layers and targets == "all-linear" else None,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed_for(seed, "lora"))
@@ -130,6 +133,7 @@ def _with_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
                 "'all-linear', or names of "
                 "linear layers of this model"
             ) from error
+    check_targets(adapted.base_model.model, bare_layers, lora.target_modules)
     if lora.dropout and model.get_output_embeddings() is not head:
         raise ModelError(
             f"student.lora.dropout = {lora.dropout}: the output head is among the targets, and its "

@@ -119,7 +119,6 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
         ("bloom", {"n_head": 4, "n_layer": 2}, "no position ids"),
         ("llama4_text", {"num_local_experts": 2, "head_dim": 8, "attention_chunk_size": 8},
          "'chunked_attention'"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "'conv'"),
         ("phi3", {"sliding_window": None, "rope_parameters": LONGROPE}, "'longrope'"),
         ("gpt_neo", {"num_layers": 2, "num_heads": 4, "window_size": 5, "num_hidden_layers": 2,
                      "attention_types": [[["global", "local"], 1]]}, "window_size"),

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from courtside.errors import UserError
-from courtside.experiment.arms import format_summary, over_seeds
+from courtside.experiment.arms import format_summary, mean_costs, over_seeds
 from courtside.experiment.outcomes import measure_run, measures
 from courtside.experiment.plan import Plan, read_plan
 from courtside.experiment.results_json import format_json
@@ -225,6 +225,19 @@ def decided(date: float, desk: float, mirror: float, seed: int) -> Tree:
     return run | {"training_decisions": steps, "seed": seed}
 
 
+def test_costs_are_means_also_where_a_run_had_no_such_phase() -> None:
+    first = {"seconds": {"update": 2.0}, "costs": {"update": {"flops": 8.0}}}
+    other = {
+        "seconds": {"update": 4.0, "checkpoint": 6.0},  # the first was stopped and went on
+        "costs": {"update": {"flops": 4.0}, "checkpoint": {"flops": 0.0, "input_tokens": 2.0}},
+    }
+    for runs in ([first, other], [other, first]):
+        assert mean_costs(runs) == {
+            "update": {"seconds": 3.0, "flops": 6.0},
+            "checkpoint": {"seconds": 3.0, "flops": 0.0, "input_tokens": 1.0},
+        }
+
+
 def test_decisions_are_measured_by_side_and_over_the_steps() -> None:
     values = measures(decided(0.2, 0.6, 0.1, seed=0))
     assert values["decisions/date/habit_wrong_after"] == 0.2
@@ -380,6 +393,22 @@ def test_the_pictures_show_every_arm_and_number(tmp_path: Path) -> None:
     assert dots[after] == 2 * num_rows * per_row
     assert dots[training] == 3 * len(plots["ALONG"]) * 2
     assert dots[shifted] == num_rows * per_row, "made up: no turn was wrong before"
+
+
+@pytest.mark.parametrize("name", ["ways", "ways-agent"])
+def test_cost_pictures_show_every_arm_once_and_no_label_on_another(
+    tmp_path: Path, name: str
+) -> None:
+    folder = ROOT / "recipes" / name
+    results = json.loads((folder / "results.json").read_text())
+    for path in runpy.run_path(str(folder / "plots.py"))["draw"](results, tmp_path):
+        assert path.read_text() == (folder / path.name).read_text(), "run plots.py again"
+        texts = [e for e in ElementTree.fromstring(path.read_text()).iter() if e.tag[-4:] == "text"]
+        labels = [e for e in texts if e.text in results["arms"]]
+        assert sorted(e.text or "" for e in labels) == sorted(results["arms"])
+        spots = [(float(e.attrib["x"]), float(e.attrib["y"])) for e in labels]
+        for i, (x, y) in enumerate(spots):
+            assert not any(abs(x - u) < 20 and abs(y - v) < 12 for u, v in spots[:i])
 
 
 def test_the_switchboard_pictures_show_every_arm_seed_and_step(tmp_path: Path) -> None:

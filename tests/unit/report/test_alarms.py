@@ -7,6 +7,7 @@ import pytest
 from courtside.report.alarms import (
     UNHEEDED_HINTS,
     RunAlarms,
+    check_few_repairs,
     check_harmful_hints,
     check_nothing_trained,
     check_unheeded_hints,
@@ -128,3 +129,26 @@ def test_the_alarm_comes_again_after_some_steps_and_not_in_each() -> None:
     assert [alarm["step"] for alarm in folder.recorded] == [10, 20, 30]
     assert {alarm["kind"] for alarm in folder.recorded} == {UNHEEDED_HINTS}
     assert console.lines[0].startswith("step 11: hints move their turns by +0.45 nats now")
+
+
+def rewrite_row(requests: int, repairs: int) -> dict[str, int]:
+    return {
+        "drafts/rewrite/requests": requests,
+        "drafts/rewrite/repairs": repairs,
+        "drafts/rewrite/dropped/no_better": requests - repairs,
+    }
+
+
+def test_questions_that_give_hardly_any_repair_are_an_alarm() -> None:
+    message = check_few_repairs([rewrite_row(84, 50), rewrite_row(40, 2), rewrite_row(40, 1)])
+    assert message is not None  # the first step is not among the last 64 questions
+    assert message.startswith("3 of the last 80 questions for a repair gave one that is used")
+    assert "no_better 77" in message and "drafts.prompt" in message
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[], [rewrite_row(63, 0)], [rewrite_row(40, 4), rewrite_row(40, 4)], [{"loss": 1.0}] * 9],
+)
+def test_enough_repairs_or_few_questions_are_none(rows: list[dict[str, int]]) -> None:
+    assert check_few_repairs(rows) is None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hybrids import hybrid_engine
 from support.small_runs import small_recipe
 
 from courtside.assemble import assemble
@@ -34,6 +35,20 @@ def test_bytes_per_token_are_those_of_a_cache(tiny_folder: Path) -> None:
     )
     assert 5 * kv_bytes_per_token(weights.model, None) == cache_bytes
     assert 10 * kv_bytes_per_token(weights.model, torch.bfloat16) == cache_bytes
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", "falcon_h1", "lfm2", "mamba"])
+def test_layers_without_keys_and_values_are_not_counted(kind: str) -> None:
+    """Where no layer has any, a token counts as two hidden states in each."""
+    engine = hybrid_engine(kind)
+    passes = engine.state_passes
+    assert passes is not None
+    ((row, _),) = passes.extend([(None, range(2, 12))], max_tokens=10)
+    per_token = kv_bytes_per_token(engine.model, None)
+    state_bytes = passes.layout.num_bytes(row, kv=False)
+    assert passes.layout.num_bytes(row, kv=True) == (0 if kind == "mamba" else 10 * per_token)
+    assert kind != "mamba" or per_token == 2 * 4 * 32 * 4
+    assert engine.capabilities.row_state_tokens == -(-state_bytes // per_token) > 0
 
 
 def test_half_of_the_remaining_memory_down_to_a_power_of_two(tiny_folder: Path) -> None:

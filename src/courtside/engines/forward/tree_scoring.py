@@ -215,36 +215,51 @@ def score_trees(
                 max_tokens=max_tokens,
                 max_keys=max_keys,
             )
-        # A branch's first token is predicted by the trunk's position before it, if there is one.
-        pieces: list[Tensor] = [trunk_ND[:0]]
-        branch_spans: list[SequenceSpan] = []
-        sequences: list[ScoreRequest] = []
-        num_positions = 0
-        for (request, span, branch), hidden_ND in zip(branches, branch_hidden, strict=True):
-            predicting = [trunk_ND[s][-1:] for s in span.slices(branch.splice)[-1:]]
-            branch_spans.append(SequenceSpan(start=num_positions))
-            sequences.append(request.sequence(branch, start=branch.splice - len(predicting)))
-            pieces += [*predicting, hidden_ND]
-            num_positions += len(predicting) + len(hidden_ND)
-        scored = [(request, span) for request, span in trees if request.scored is not None]
-        trunk_scores = iter(
-            score_positions(
-                head, trunk_ND, [span for _, span in scored], [r.trunk() for r, _ in scored],
-                want=want, top_k=top_k,
-            )
-        )  # fmt: skip
-        branch_scores = iter(
-            score_positions(
-                head, torch.cat(pieces), branch_spans, sequences, want=want, top_k=top_k
-            )
-        )
-        for i in batch:
-            results[i] = BranchScores(
-                trunk=None if requests[i].scored is None else next(trunk_scores),
-                branches=tuple(next(branch_scores) for _ in requests[i].branches),
-            )
+        scores = score_tree_positions(head, trees, trunk_ND, branch_hidden, want=want, top_k=top_k)
+        results.update(zip(batch, scores, strict=True))
         counts.finished += 1
     return [results[i] for i in range(len(requests))]
+
+
+def score_tree_positions(
+    head: LMHead,
+    trees: Sequence[tuple[BranchRequest, SequenceSpan]],
+    trunk_ND: Tensor,
+    branch_hidden: Sequence[Tensor],
+    *,
+    want: Want,
+    top_k: int,
+) -> list[BranchScores]:
+    """Scores of trunks at these spans of `trunk_ND`, and of all their branches in order."""
+    branches = [(r, span, branch) for r, span in trees for branch in r.branches]
+    # A branch's first token is predicted by the trunk's position before it, if there is one.
+    pieces: list[Tensor] = [trunk_ND[:0]]
+    branch_spans: list[SequenceSpan] = []
+    sequences: list[ScoreRequest] = []
+    num_positions = 0
+    for (request, span, branch), hidden_ND in zip(branches, branch_hidden, strict=True):
+        predicting = [trunk_ND[s][-1:] for s in span.slices(branch.splice)[-1:]]
+        branch_spans.append(SequenceSpan(start=num_positions))
+        sequences.append(request.sequence(branch, start=branch.splice - len(predicting)))
+        pieces += [*predicting, hidden_ND]
+        num_positions += len(predicting) + len(hidden_ND)
+    scored = [(request, span) for request, span in trees if request.scored is not None]
+    trunk_scores = iter(
+        score_positions(
+            head, trunk_ND, [span for _, span in scored], [r.trunk() for r, _ in scored],
+            want=want, top_k=top_k,
+        )
+    )  # fmt: skip
+    branch_scores = iter(
+        score_positions(head, torch.cat(pieces), branch_spans, sequences, want=want, top_k=top_k)
+    )
+    return [
+        BranchScores(
+            trunk=None if request.scored is None else next(trunk_scores),
+            branches=tuple(next(branch_scores) for _ in request.branches),
+        )
+        for request, _ in trees
+    ]
 
 
 # ── probe ────────────────────────────────────────────────────────────────────────────────────────

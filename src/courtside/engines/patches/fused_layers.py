@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -84,13 +85,19 @@ def rms_norm(
     return ((y.to(x.dtype) if rounds else y) * weight_D).to(dtype)
 
 
+def takes_one_input(module: Any) -> bool:
+    """Whether hidden states are all that a norm takes. Those of recurrent layers take a gate."""
+    return len(signature(module.forward).parameters) == 1
+
+
 def match_rms_norm(module: Any, dtype: torch.dtype | None) -> RMSNormMatch | None:
     """The RMSNorm that the module computes, probed in the dtype of its weight and in `dtype`."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or eps is None:
+    if "RMSNorm" not in type(module).__name__ or eps is None:
         return None
-    if weight.dim() != 1:
+    # A buffer may be a dummy that no forward pass multiplies, as in Falcon-Mamba.
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not takes_one_input(module):
         return None
     example = torch.linspace(-2, 3, 3 * len(weight), device=weight.device).view(3, -1)
     inputs = [example.to(d) for d in dict.fromkeys((weight.dtype, dtype or weight.dtype))]
