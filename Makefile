@@ -38,6 +38,7 @@ docs: .venv/.ready
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/pictures.py
 	$(BIN)/python scripts/result_numbers.py
+	$(BIN)/python scripts/template_table.py
 
 mutants: .venv/.ready
 	$(BIN)/python tests/numerics/mutants.py

@@ -39,7 +39,7 @@ from workload import (
 
 import courtside
 from courtside.assemble import assemble
-from courtside.chat.template import make_trajectory
+from courtside.chat.messages import make_trajectory
 from courtside.loop import train_loop
 from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe

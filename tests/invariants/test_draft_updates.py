@@ -18,7 +18,7 @@ from support.textbook import naive_loss
 
 from courtside.api import rescore, train
 from courtside.assemble import assemble
-from courtside.chat.template import insert_context
+from courtside.chat.messages import insert_context
 from courtside.errors import DraftFailuresError
 from courtside.report.folder.folder import RunFolder
 from courtside.runtime import Runtime

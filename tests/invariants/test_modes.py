@@ -10,7 +10,7 @@ import torch
 from support.small_runs import small_recipe, write_jsonl
 
 from courtside.assemble import assemble
-from courtside.chat.template import insert_context
+from courtside.chat.messages import insert_context
 from courtside.runtime import Runtime
 from courtside.types import Trajectory, Update
 

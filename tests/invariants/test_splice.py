@@ -23,7 +23,8 @@ from courtside.chat.hint_splicing import (
     splice_hints_cumulatively,
 )
 from courtside.chat.incremental import IncrementalTemplate
-from courtside.chat.template import ChatTemplate, insert_context
+from courtside.chat.messages import insert_context
+from courtside.chat.template import ChatTemplate
 from courtside.types import Branch, Hint, Message, Sample, Task, Trajectory
 
 FRAGMENTS = [
@@ -176,7 +177,7 @@ def check(
     thought = any("</think>" in m.content for m in plain[:-1])
     if (
         template.note
-        and "thinking" in template.note
+        and "thoughts" in template.note
         and thought
         and (place, role) == ("before_turn", "user")
     ):

@@ -46,6 +46,10 @@ class Server:
             raise AssertionError(f"{path}: {error.read().decode()}\n{log}") from None
         return json.loads(text) if text.startswith(("{", "[")) else text
 
+    def model_names(self) -> list[str]:
+        with urllib.request.urlopen(self.url + "/v1/models", timeout=60) as answer:
+            return [card["id"] for card in json.load(answer)["data"]]
+
     def prompt_logps(self, model: str, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of every token but the first. A request each: with an adapter, the CPU's vLLM 0.32 fails
         on the prompt log-probs of several rows at once."""
@@ -71,7 +75,7 @@ def run_vllm(command: str, log: Path, *options: str) -> Iterator[Server]:
         port = free.getsockname()[1]
     arguments = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    arguments += ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4", *options]
+    arguments += ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16", *options]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -95,11 +95,11 @@ def problems(changes: dict[str, Any]) -> list[str]:
          "losses[0].entropy_aware.advantage: unknown key; this section has threshold, weight"),
         # kinds
         ({"teacher": {}},
-         "teacher.kind: is required; use one of 'self', 'model', 'routes', 'custom'"),
+         "teacher.kind: is required; use one of 'self', 'model', 'server', 'routes', 'custom'"),
         (
             {"teacher": {"kind": "slef"}},
             "teacher.kind: 'slef' is not known; did you mean 'self'? use one of 'self', 'model', "
-            "'routes', 'custom'",
+            "'server', 'routes', 'custom'",
         ),
         (
             loss(support={"kind": "all"}),
@@ -107,8 +107,8 @@ def problems(changes: dict[str, Any]) -> list[str]:
         ),
         (
             {"teacher": "self"},
-            "teacher: must be a section with a kind: 'self', 'model', 'routes', 'custom'; "
-            'got "self"',
+            "teacher: must be a section with a kind: 'self', 'model', 'server', 'routes', "
+            "'custom'; got \"self\"",
         ),
         (
             {"losses": DIVERGENCE},

@@ -12,7 +12,7 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "pyarrow", "numpy", "sympy
          "uvicorn")  # fmt: skip
 VERBS = (
     "train", "show", "evaluate", "report", "view", "rescore", "export", "recipes", "init", "schema",
-    "check-env", "export-corrections", "experiment", "compare", "plan",
+    "check-env", "export-corrections", "experiment", "compare", "plan", "serve",
 )  # fmt: skip
 HELP_SECONDS = 0.5
 

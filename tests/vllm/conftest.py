@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.vllm_server import Server, run_vllm
 
-from courtside.api import export, train
+from courtside.api import export, serving_command, train
 from courtside.assemble import assemble
 from courtside.engines.base import ScoreRequest
 from courtside.engines.loading import load_model, load_tokenizer
@@ -63,6 +64,32 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
         prompts=prompts,
         base_logps=score(LocalEngine(model, tokenizer, name="smollm2-135m"), prompts),
     )
+
+
+SERVING = (
+    "--enable-scale-out", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
+)  # fmt: skip
+"""What `courtside serve` adds."""
+
+
+@pytest.fixture(scope="session")
+def merged_server(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    yield from _serve(exports, "merged", tmp_path_factory.mktemp("merged") / "log")
+
+
+@pytest.fixture(scope="session")
+def adapter_server(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("adapter") / "log"
+    yield from _serve(exports, "adapter", log, "--max-loras", "2")
+
+
+def _serve(exports: Exports, name: str, log: Path, *options: str) -> Iterator[Server]:
+    """By the command that `courtside export` printed."""
+    exported = exports.by_name[name]
+    command = serving_command(exported.run, exported.folder)
+    assert command is not None
+    with run_vllm(command, log, *SERVING, *options) as server:
+        yield server
 
 
 def _train(run: Path, lora: Any, prompts: Any) -> tuple[tuple[float, ...], ...]:

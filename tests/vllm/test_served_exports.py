@@ -29,15 +29,22 @@ def distance(ours: Any, served: Any) -> float:
     return max(abs(a - b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", ["merged", "full"])
-def test_whole_weights(name, exports, tmp_path):
-    exported = exports.by_name[name]
+def test_merged_weights(exports, merged_server):
+    check_whole_weights("merged", exports, merged_server)
+
+
+def test_full_weights(exports, tmp_path):
+    exported = exports.by_name["full"]
     command = serving_command(exported.run, exported.folder)
     with run_vllm(command, tmp_path / "log") as server:
-        served = server.prompt_logps(name, exports.prompts)
-        messages = [{"role": "user", "content": "Grüezi! What is 3 + 4?"}]
-        rendered = server.post("/tokenize", {"model": name, "messages": messages})["tokens"]
-    assert distance(exported.logps, served) < ROUNDING
+        check_whole_weights("full", exports, server)
+
+
+def check_whole_weights(name, exports, server):
+    served = server.prompt_logps(name, exports.prompts)
+    messages = [{"role": "user", "content": "Grüezi! What is 3 + 4?"}]
+    rendered = server.post("/tokenize", {"model": name, "messages": messages})["tokens"]
+    assert distance(exports.by_name[name].logps, served) < ROUNDING
     assert distance(exports.base_logps, served) > 0.05, "the step is not in the export"
     tokenizer = load_tokenizer("smollm2-135m")
     template = ChatTemplate(tokenizer, name="smollm2-135m", eos_ids=[tokenizer.eos_token_id])
@@ -45,15 +52,15 @@ def test_whole_weights(name, exports, tmp_path):
     assert tuple(rendered) == template.prompt_ids(question)
 
 
-def test_an_adapter_at_the_start_and_at_run_time(exports, tmp_path):
+def test_an_adapter_at_the_start_and_at_run_time(exports, adapter_server):
     exported = exports.by_name["adapter"]
-    command = serving_command(exported.run, exported.folder)
-    with run_vllm(command, tmp_path / "log", "--max-loras", "2") as server:
-        at_start = server.prompt_logps("adapter", exports.prompts)
-        server.post("/v1/load_lora_adapter",
-                    {"lora_name": "later", "lora_path": str(exported.folder)})  # fmt: skip
-        later = server.prompt_logps("later", exports.prompts)
-        base = server.prompt_logps(command.split()[2], exports.prompts)
+    base = serving_command(exported.run, exported.folder).split()[2]
+    at_start = adapter_server.prompt_logps("adapter", exports.prompts)
+    adapter_server.post("/v1/load_lora_adapter",
+                        {"lora_name": "later", "lora_path": str(exported.folder)})  # fmt: skip
+    later = adapter_server.prompt_logps("later", exports.prompts)
+    adapter_server.post("/v1/unload_lora_adapter", {"lora_name": "later"})
+    base = adapter_server.prompt_logps(base, exports.prompts)
     assert distance(exported.logps, at_start) < ROUNDING
     assert distance(exported.logps, later) < ROUNDING
     assert distance(exports.base_logps, base) < ROUNDING

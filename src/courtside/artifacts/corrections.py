@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from courtside.chat.template import message_tree
+from courtside.chat.messages import message_tree
 from courtside.errors import UserError
 from courtside.report.folder.files import encode_json, replace_file
 from courtside.report.folder.folder import RunFolder

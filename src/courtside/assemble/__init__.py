@@ -13,6 +13,7 @@ from courtside.assemble.rollouts import (
     make_offline_rollout,
     make_single_turn_rollout,
 )
+from courtside.assemble.servers import connect_servers, make_served_student
 from courtside.assemble.takeovers import make_takeover
 from courtside.assemble.teachers import (
     Serve,
@@ -60,10 +61,15 @@ def assemble(
     tasks, environment = inputs.tasks, inputs.environment
     template, incremental = inputs.template, inputs.incremental
 
+    servers = connect_servers(recipe, inputs)
     progress = ProgressMeter()
     models = load_models(recipe, inputs.tokenizer, progress)
     local = models.make_engine(models.weights.model, models.name, autocast=models.weights.autocast)
-    engine = serve(local)
+    engine: Engine
+    if servers.rollout is None:
+        engine = serve(local)
+    else:
+        engine = make_served_student(recipe, inputs, servers.rollout, models, local)
     if not engine.capabilities.weight_updates:
         raise RecipeError(
             f"rollout: {engine.name} cannot load new weights, so its samples would not be the "
@@ -80,6 +86,7 @@ def assemble(
     teachers = TeacherFactory(
         recipe=recipe,
         models=models,
+        servers=servers,
         local=local,
         serve=serve,
         template=incremental,

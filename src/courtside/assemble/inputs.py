@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from courtside.assemble.chat_templates import check_teacher_args, make_student_template
 from courtside.assemble.contexts import check_contexts, make_prompt_limit
 from courtside.assemble.drafts import check_drafts
 from courtside.assemble.hint_checks import check_penalties, check_readers
@@ -16,7 +17,7 @@ from courtside.chat.template import ChatTemplate
 from courtside.engines.loading import ModelSettings, load_settings, load_tokenizer
 from courtside.environments.base import HostedEnvironment
 from courtside.environments.loading import make_environment
-from courtside.environments.tool_listing import choose_tool_listing
+from courtside.environments.tool_listing import check_tool_role, choose_tool_listing
 from courtside.errors import RecipeError, TaskError
 from courtside.evaluate.evaluator import TaskSuite
 from courtside.reader.human import hinted_task_ids
@@ -52,10 +53,12 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
     settings = load_settings(student.model, trust_remote_code=student.trust_remote_code)
     check_sizes(recipe, settings)
     tokenizer = load_tokenizer(student.model, trust_remote_code=student.trust_remote_code)
-    template = ChatTemplate(tokenizer, name=student.model, eos_ids=settings.eos_ids(tokenizer))
+    template = make_student_template(recipe, tokenizer, settings.eos_ids(tokenizer))
+    check_teacher_args(recipe, template)
     incremental = IncrementalTemplate(template)
     limit = make_prompt_limit(recipe, incremental, settings.context_length)
     listing = choose_tool_listing(recipe.tasks, template)
+    check_tool_role(recipe.tasks, incremental, "tasks")
     environment = make_environment(
         recipe.tasks, recipe.rollout.limits, tools_in_template=listing.uses_template
     )
@@ -84,7 +87,7 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
         suites=make_suites(recipe, incremental, settings.context_length),
         rewards=load_rewards(recipe.rewards, recipe.reward_names()),
         notes=(
-            *filter(None, [listing.note]),
+            *filter(None, [template.date_note, listing.note]),
             *describe_controls(recipe),
             *tasks.notes,
             *(check_readers(recipe, tasks, incremental, settings.context_length) if trains else ()),
@@ -111,6 +114,7 @@ def make_suites(
     for name, changes in recipe.evaluate.suites.items():
         config = recipe.suite_tasks(name)
         listing = choose_tool_listing(config, template.renderer)
+        check_tool_role(config, template, f"evaluate.suites.{name}")
         limit = make_prompt_limit(recipe, template, context_length, suite=config)
         try:
             environment = make_environment(

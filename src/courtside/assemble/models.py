@@ -19,6 +19,7 @@ from courtside.recipe.teacher import ModelTeacherConfig
 from courtside.training.kv_budget import device_bytes, kv_cache_tokens
 from courtside.training.weights import StudentWeights
 
+OTHER_VOCABULARY = "Token ids of one mean nothing to the other: choose a teacher of the same family"
 ModelKey = tuple[str, Path | None, str]
 """What makes two teachers the same model: name, adapter and dtype."""
 
@@ -104,15 +105,8 @@ def _common_vocab_size(
     vocabulary = tokenizer.get_vocab()
     sizes: dict[str, int] = {name: model.get_output_embeddings().weight.shape[0]}
     for (teacher_name, _, _), (teacher, teacher_tokenizer) in teachers.items():
-        teacher_vocabulary = teacher_tokenizer.get_vocab()
-        if teacher_vocabulary != vocabulary:
-            different = sorted(set(vocabulary.items()) ^ set(teacher_vocabulary.items()))
-            raise ModelError(
-                f"teacher.model = {teacher_name!r} has another vocabulary than the student "
-                f"{name!r} ({len(teacher_vocabulary)} and {len(vocabulary)} tokens; "
-                f"{len(different)} entries differ, such as {different[0][0]!r}). Token ids of one "
-                "mean nothing to the other: choose a teacher of the same family"
-            )
+        field = f"teacher.model = {teacher_name!r}"
+        check_same_vocabulary(field, teacher_tokenizer.get_vocab(), name, vocabulary)
         sizes[teacher_name] = teacher.get_output_embeddings().weight.shape[0]
     smallest = min(sizes.values())
     if max(vocabulary.values()) >= smallest:
@@ -121,3 +115,17 @@ def _common_vocab_size(
             f"only {smallest} rows ({sizes}). The model and its tokenizer do not belong together"
         )
     return smallest
+
+
+def check_same_vocabulary(
+    field: str, vocabulary: Mapping[str, int], student: str, student_vocabulary: Mapping[str, int]
+) -> None:
+    """`field`: the recipe's with the teacher's name, for the message."""
+    if vocabulary == student_vocabulary:
+        return
+    different = sorted(set(student_vocabulary.items()) ^ set(vocabulary.items()))
+    raise ModelError(
+        f"{field} has another vocabulary than the student {student!r} ({len(vocabulary)} and "
+        f"{len(student_vocabulary)} tokens; {len(different)} entries differ, such as "
+        f"{different[0][0]!r}). {OTHER_VOCABULARY}"
+    )

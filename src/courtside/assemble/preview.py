@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from courtside.assemble.chat_templates import load_teacher_template
 from courtside.assemble.inputs import Inputs, load_inputs
 from courtside.assemble.recordings import Recordings
+from courtside.chat.answer_boundary import PROBE_PROMPT, common_prefix_length
 from courtside.chat.hint_splicing import SpliceError, splice_hint
-from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate, common_prefix_length
+from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.privileged_context import insert_context_text, task_context
 from courtside.chat.template import ChatTemplate
-from courtside.engines.loading import load_settings, load_tokenizer
 from courtside.environments.base import HostedEnvironment
 from courtside.environments.guard import EnvironmentFault
 from courtside.errors import TaskError
@@ -24,7 +25,7 @@ from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, RuleReaderConfig
-from courtside.recipe.teacher import ModelTeacherConfig, SelfTeacherConfig
+from courtside.recipe.teacher import SelfTeacherConfig
 from courtside.tasks.base import FiniteSource
 from courtside.types import Hint, Observation, Sample, Task, Trajectory
 
@@ -128,30 +129,22 @@ def _preview_prompt(recipe: Recipe, inputs: Inputs, task: Task) -> Iterator[Prev
 def _preview_teachers(recipe: Recipe, inputs: Inputs, task: Task) -> Iterator[PreviewSequence]:
     plain = inputs.template.prompt_ids(task.messages)
     for config in recipe.model_teachers:
-        if config.context is None:
+        if config.context is None and config.chat_template_args is None:
             continue
-        text = task_context(config.context, task)
+        messages = task.messages
         about = "what the teacher sees and the student does not is marked"
-        if text is None:
-            assert config.context.kind != "system"
-            text = config.context.template.replace("{text}", STAND_IN)
-            about += f"; {STAND_IN} stands for the {config.context.kind}, known after an answer"
-        template = _teacher_template(config, inputs)
-        ids = template.prompt_ids(insert_context_text(config.context, task, text))
-        name = config.model if isinstance(config, ModelTeacherConfig) else f"self:{config.weights}"
+        if config.context is not None:
+            text = task_context(config.context, task)
+            if text is None:
+                assert config.context.kind != "system"
+                text = config.context.template.replace("{text}", STAND_IN)
+                about += f"; {STAND_IN} stands for the {config.context.kind}, known after an answer"
+            messages = insert_context_text(config.context, task, text)
+        template = load_teacher_template(config, recipe, inputs.template)
+        ids = template.prompt_ids(messages)
+        name = f"self:{config.weights}" if isinstance(config, SelfTeacherConfig) else config.model
         title = f"teacher {name}: prompt"
         yield _sequence(title, about, template, ids, added=_added(template, plain, ids))
-
-
-def _teacher_template(
-    config: SelfTeacherConfig | ModelTeacherConfig, inputs: Inputs
-) -> ChatTemplate:
-    if isinstance(config, SelfTeacherConfig):
-        return inputs.template
-    trust = config.trust_remote_code
-    tokenizer = load_tokenizer(config.model, trust_remote_code=trust)
-    eos_ids = load_settings(config.model, trust_remote_code=trust).eos_ids(tokenizer)
-    return ChatTemplate(tokenizer, name=config.model, eos_ids=eos_ids)
 
 
 def _added(template: ChatTemplate, plain: Sequence[int], longer: Sequence[int]) -> range:
@@ -159,6 +152,8 @@ def _added(template: ChatTemplate, plain: Sequence[int], longer: Sequence[int]) 
     start = common_prefix_length(plain, longer)
     num_suffix = common_prefix_length(plain[::-1], longer[::-1])
     end = len(longer) - min(num_suffix, min(len(plain), len(longer)) - start)
+    if start >= end:
+        return range(0)
     # Several places may give the same ids; a message begins with a special token.
     special = set(template.tokenizer.all_special_ids)
     for shift in range(start):
@@ -249,7 +244,10 @@ def _stand_in_trajectory(
     reported = () if observation is None else (observation.events, observation.decision)
     turns = [template.prompt_turn(task), template.assistant_turn(sample, *reported)]
     if observation is not None and observation.messages:
-        turns.append(template.environment_turn(observation.messages, add_end_of_turn=False))
+        answer = template.environment_turn(
+            observation.messages, add_end_of_turn=False, prompt=task.messages
+        )
+        turns.append(answer)
     return Trajectory(
         id=task.id,
         task=task,

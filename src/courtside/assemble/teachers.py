@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+from courtside.assemble.chat_templates import make_teacher_template
 from courtside.assemble.models import Models, key_of
+from courtside.assemble.servers import Servers, make_served_teacher
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, Want
@@ -20,7 +22,9 @@ from courtside.recipe.teacher import (
     CustomTeacherConfig,
     ModelTeacherConfig,
     RoutedTeacherConfig,
+    ScoringTeacherConfig,
     SelfTeacherConfig,
+    ServerTeacherConfig,
 )
 from courtside.rollout.episodes import reply_passes
 from courtside.rollout.single_turn import make_sampling
@@ -44,6 +48,7 @@ SwapWeights = Callable[[], AbstractContextManager[None]]
 class TeacherFactory:
     recipe: Recipe
     models: Models
+    servers: Servers
     local: LocalEngine
     """The student's."""
     serve: Serve
@@ -74,14 +79,17 @@ class TeacherFactory:
             del self.sizes["reference"]  # as large as the student
         return TeacherStage(teacher, reference, hinted=self.recipe.reader is not None)
 
-    def _make(self, config: SelfTeacherConfig | ModelTeacherConfig, label: str) -> Teacher:
+    def _make(self, config: ScoringTeacherConfig, label: str) -> Teacher:
         template = self.template.renderer
         engine: Engine
         swap: SwapWeights = nullcontext
         if isinstance(config, ModelTeacherConfig):
             engine, template = self._model_teacher(config)
+        elif isinstance(config, ServerTeacherConfig):
+            engine, template = self._served_teacher(config)
         else:
             engine, swap = self._self_teacher(config, label)
+            template = self._make_template(config, self.models.tokenizer, template.eos_ids)
         self.sizes[label] = engine.num_parameters
         want, top_k = choose_want(self.recipe, engine)
         hints = HintScorer(engine, self.template, self.recipe.hints, trial=self.trial)
@@ -102,15 +110,32 @@ class TeacherFactory:
     def _model_teacher(self, config: ModelTeacherConfig) -> tuple[Engine, ChatTemplate]:
         model, tokenizer = self.models.teachers[key_of(config)]
         local = self.models.make_engine(model, config.model)
-        if _renders_alike(tokenizer, self.models.tokenizer):
-            return self.serve(local), self.template.renderer
-        if tokenizer.chat_template != self.models.tokenizer.chat_template:
+        return self.serve(local), self._make_template(config, tokenizer, local.eos_ids)
+
+    def _served_teacher(self, config: ServerTeacherConfig) -> tuple[Engine, ChatTemplate]:
+        served = self.servers.teachers[config]
+        engine = make_served_teacher(config, served.connection, self.models, self.local)
+        self.notes += [*engine.notes(), *([] if served.note is None else [served.note])]
+        student = self.template.renderer
+        if served.tokenizer is None:
+            return engine, self._make_template(config, student.tokenizer, student.eos_ids)
+        return engine, self._make_template(config, served.tokenizer, engine.eos_ids)
+
+    def _make_template(
+        self, config: ScoringTeacherConfig, tokenizer: Any, eos_ids: Collection[int]
+    ) -> ChatTemplate:
+        """The student's, unless the teacher's makes other ids of the same messages."""
+        if (
+            not isinstance(config, SelfTeacherConfig)
+            and tokenizer.chat_template != self.models.tokenizer.chat_template
+        ):
             self.notes.append(
                 f"{config.model} has another chat template than {self.models.name}: each renders "
                 "the prompt with its own, and the same answer tokens are scored"
             )
-        template = ChatTemplate(tokenizer, name=config.model, eos_ids=local.eos_ids)
-        return self.serve(local), template
+        return make_teacher_template(
+            config, self.recipe, self.template.renderer, tokenizer, eos_ids
+        )
 
     def _self_teacher(
         self, config: SelfTeacherConfig, label: str
@@ -162,10 +187,13 @@ def make_hint_trial(recipe: Recipe, environment: HostedEnvironment | None) -> Hi
     )
 
 
-def find_needs(recipe: Recipe) -> Iterator[Need]:
-    """One for each loss that needs more than log-probs of the sampled tokens."""
+def find_needs(recipe: Recipe, *, of_teacher: bool = False) -> Iterator[Need]:
+    """One for each loss that needs more than log-probs of the sampled tokens; `of_teacher`: without
+    those that compare with the reference."""
     for index, loss in enumerate(recipe.losses):
         field = f"losses[{index}]"
+        if of_teacher and not loss.needs_teacher:
+            continue
         if loss.kind == "policy_gradient" and loss.baseline:
             yield Need(f"{field}.baseline = true", "hidden")
         elif loss.kind == "divergence" and loss.support.kind == "top_k":
@@ -179,7 +207,8 @@ def find_needs(recipe: Recipe) -> Iterator[Need]:
 def choose_want(recipe: Recipe, engine: Engine) -> tuple[Want, int]:
     """What to ask of `score`: hidden states if there are any, else top-k where that is enough."""
     has = engine.capabilities
-    needs = list(find_needs(recipe))
+    # Hidden states are there for all losses at once; other engines give what is asked for.
+    needs = list(find_needs(recipe, of_teacher=not has.hidden_states))
     for need in needs:
         if need.want == "hidden" and not has.hidden_states:
             raise RecipeError(
@@ -200,14 +229,5 @@ def choose_want(recipe: Recipe, engine: Engine) -> tuple[Want, int]:
     return "top_k", max(need.top_k for need in needs)
 
 
-def _renders_alike(tokenizer: Any, other: Any) -> bool:
-    """Whether both make the same ids of the same messages."""
-    backends = [getattr(t, "backend_tokenizer", None) for t in (tokenizer, other)]
-    if tokenizer.chat_template != other.chat_template or None in backends:
-        return False
-    first, second = (backend.to_str() for backend in backends if backend is not None)
-    return bool(first == second)
-
-
-def _label(teacher: SelfTeacherConfig | ModelTeacherConfig) -> str:
+def _label(teacher: ScoringTeacherConfig) -> str:
     return f"self:{teacher.weights}" if isinstance(teacher, SelfTeacherConfig) else teacher.model

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from courtside.chat.answer_boundary import PROBE_PROMPT, common_prefix_length
 from courtside.chat.api_messages import parse_message
-from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate, common_prefix_length
-from courtside.chat.template import unused_noncharacters
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.messages import unused_noncharacters
 from courtside.errors import ModelError, TaskError
 from courtside.types import Message, Sample, Task, Trajectory, Turn
 
@@ -69,7 +70,13 @@ def trajectory_from_chat_log(
         index = start + 1
         try:
             environment = (
-                [] if last else [template.environment_turn(following, add_end_of_turn=False)]
+                []
+                if last
+                else [
+                    template.environment_turn(
+                        following, add_end_of_turn=False, prompt=task.messages
+                    )
+                ]
             )
             index = start
             answer = _render_answer(conversation[start], following, template, last=last)
@@ -99,16 +106,20 @@ def _render_answer(
     rendered = renderer.render(
         (PROBE_PROMPT, message, *following), cut, add_generation_prompt=not last
     )
+    header: str | None = prompt
     if not rendered.startswith(prompt):
+        header = renderer.header_of(prompt, rendered, message.content)
+    if header is None:
         raise ModelError(
             f"{renderer.name}: the generation prompt of its chat template ends with "
             f"{prompt[-40:]!r}, but this message does not follow it (a thinking block, perhaps). "
-            "Begin the message with what the generation prompt begins"
+            "Begin the message with what the generation prompt begins, or switch thinking off "
+            "(student.chat_template_args) where the template can"
         )
-    ids = renderer.tokenize(rendered[len(prompt) :], cut)
-    ids = ids[: renderer.length_through_eos(ids)]
+    ids = renderer.tokenize(rendered[len(header) :], cut)
+    ids = renderer.boundary.end_answer(ids)
     content = message.content.strip()
-    if content not in rendered.replace(cut, "")[max(len(prompt) - len(content), 0) :]:
+    if content not in rendered.replace(cut, "")[max(len(header) - len(content), 0) :]:
         raise ModelError(
             f"{renderer.name}: its chat template leaves text of this message out when others "
             "follow (thinking, perhaps). Take them out of the message, or end the conversation "
@@ -145,22 +156,23 @@ def _check_whole_render(
     unanswered = rendered_turns[-1].role != "assistant"
     rendered = template.renderer.render(conversation, cut, add_generation_prompt=unanswered)
     whole_ids = template.renderer.tokenize(rendered, cut)
-    ids = [token for turn in rendered_turns for token in turn.token_ids]
-    num_same = common_prefix_length(ids, whole_ids)
-    if num_same == len(ids):
-        return
-    ends = [
-        sum(len(turn.token_ids) for turn in rendered_turns[: n + 1])
-        for n in range(len(rendered_turns))
-    ]
-    index = next(first for first, end in zip(message_indices, ends, strict=True) if num_same < end)
-    raise TaskError(
-        f"{where}{index}: in the whole conversation {template.renderer.name}'s chat template "
-        "renders it otherwise than turn by turn: "
-        f"{template.describe_difference(ids, whole_ids, num_same)}. A rollout could not have given "
-        "that. Take thinking out of earlier answers and line breaks off their ends, or end the "
-        "conversation before that message"
-    )
+    # Thoughts that a generation prompt ends at once need not be in history.
+    empty = template.renderer.tokenize(template.renderer.boundary.empty_thoughts, cut)
+    start = 0
+    for turn, index in zip(rendered_turns, message_indices, strict=True):
+        ids = turn.token_ids
+        if turn.role != "assistant" and empty and ids[-len(empty) :] == empty:
+            ids = ids if whole_ids[start : start + len(ids)] == ids else ids[: -len(empty)]
+        num_same = common_prefix_length(ids, whole_ids[start:])
+        if num_same < len(ids):
+            difference = template.describe_difference(ids, whole_ids[start:], num_same)
+            raise TaskError(
+                f"{where}{index}: in the whole conversation {template.renderer.name}'s chat "
+                f"template renders it otherwise than turn by turn: {difference}. A rollout could "
+                "not have given that. Take thinking out of earlier answers and line breaks off "
+                "their ends, or end the conversation before that message"
+            )
+        start += len(ids)
 
 
 def _spell_out_calls(message: Message, format_call: CallFormatter) -> Message:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Literal
 
-from courtside.chat.incremental import IncrementalTemplate, RenderedSpan, common_prefix_length
-from courtside.chat.template import insert_context
-from courtside.errors import UserError
+from courtside.chat.answer_boundary import RenderedSpan, common_prefix_length
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.messages import insert_context
+from courtside.errors import ModelError, UserError
 from courtside.types import Branch, Hint, Message, Trajectory
 
 HintPlacement = Literal["before_turn", "last_message", "system"]
@@ -153,6 +155,8 @@ def _splice_message(
     hinted = render((*messages, *(Message(role=role, content=h.text) for h in hints)))
     spliced = _find_insertion(span, hinted)
     if spliced is None:
+        plain_hint = render((*messages, Message(role=role, content="So.")))
+        _check_same_beginning(span, plain_hint, role, template)
         raise _merge_error(hint, f"as a {role!r} message")
     _check_length(hint, hinted, span, max_tokens * len(hints))
     return spliced
@@ -201,9 +205,11 @@ def _previous_span(
     An environment's turn may begin with end-of-turn ids; the span is what follows them.
     """
     before = trajectory.turns[hint.turn - 1]
-    first = hint.turn == 1
-    messages = trajectory.task.messages if first else before.messages
-    render = template.render_prompt if first else template.render_continuation
+    first, prompt = hint.turn == 1, trajectory.task.messages
+    messages = prompt if first else before.messages
+    render: Callable[[Sequence[Message]], RenderedSpan] = (
+        template.render_prompt if first else partial(template.render_continuation, prompt=prompt)
+    )
     span = render(messages)
     _check_same_render(before.token_ids[-len(span.token_ids) :], span, hint)
     return messages, span, render
@@ -217,6 +223,26 @@ def _find_insertion(plain: RenderedSpan, hinted: RenderedSpan) -> Splice | None:
     if len(new) <= len(old) or new[len(new) - num_replaced :] != old[at:]:
         return None
     return num_replaced, new[at:]
+
+
+def _check_same_beginning(
+    plain: RenderedSpan, hinted: RenderedSpan, role: HintRole, template: IncrementalTemplate
+) -> None:
+    """Whatever the hint says: the turn must follow the same generation prompt."""
+    first, second = (
+        span.token_ids[len(span.token_ids) - span.num_generation_prompt_tokens :]
+        for span in (plain, hinted)
+    )
+    # Of plain text, the tokenizer may merge the beginning with the end of the message above.
+    special = template.renderer.special_ids
+    if [i for i in first if i in special] != [i for i in second if i in special]:
+        decode = template.renderer.tokenizer.decode
+        raise ModelError(
+            f"{template.renderer.name}: after a {role!r} message its chat template begins an "
+            f"answer with {decode(second)!r}, and without it with {decode(first)!r}, so the turn "
+            "would not follow the hint as it was sampled. Choose another hints.role, or put hints "
+            "inside the message above (hints.position = 'last_message')"
+        )
 
 
 def _check_length(hint: Hint, hinted: RenderedSpan, plain: RenderedSpan, max_tokens: int) -> None:

@@ -6,7 +6,6 @@ record, message or file of ours.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -15,8 +14,8 @@ from typing import Any, NamedTuple
 import httpx
 
 from courtside.chat.model_client import Reply
-from courtside.errors import RecipeError, RunError
-from courtside.recipe.endpoint import EndpointConfig
+from courtside.errors import RunError
+from courtside.recipe.endpoint import EndpointConfig, read_api_key
 from courtside.sanitize import to_one_line, truncate
 from courtside.types import Message
 
@@ -56,7 +55,7 @@ class OpenAIClient:
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.first_wait = first_wait
         """Seconds before the second try; doubled each time."""
-        self._key = _read_key(endpoint.api_key_env, field)
+        self._key = read_api_key(endpoint.api_key_env, field)
         self._stop = threading.Event()
         """Set when requests are given up, so that the others do not go on trying."""
 
@@ -189,23 +188,6 @@ def _find_reply(future: Future[Reply]) -> Reply | None:
     if future.cancelled() or isinstance(future.exception(), RunError):
         return None
     return future.result()  # raises what is a bug of ours
-
-
-def _read_key(name: str | None, field: str) -> str | None:
-    if name is None:
-        return None
-    key = os.environ.get(name, "").strip()
-    if not key:
-        raise RecipeError(
-            f"{field}.api_key_env = {name!r}: that environment variable is not set. Set it "
-            "to the key, or remove the field if the server wants none"
-        )
-    if not key.isascii() or not key.isprintable():
-        raise RecipeError(
-            f"{field}.api_key_env = {name!r}: the variable holds characters that no key "
-            "has. Set it to the key alone"
-        )
-    return key
 
 
 def _retry_after(response: httpx.Response) -> float | None:

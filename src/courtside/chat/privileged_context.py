@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from courtside.chat.template import insert_context
+from courtside.chat.messages import insert_context
 from courtside.errors import TaskError
 from courtside.recipe.teacher import Context
 from courtside.types import Message, Task, Trajectory

@@ -10,18 +10,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from datetime import date
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 from jinja2 import TemplateError
 
-from courtside.errors import ModelError, TaskError
+from courtside.chat.answer_boundary import AnswerBoundary
+from courtside.chat.messages import (
+    NONCHARACTERS,
+    message_tree,
+    split_response_prefix,
+    unused_noncharacters,
+)
+from courtside.chat.template_variables import check_args, check_date, make_clock, writes_date
+from courtside.chat.thinking import begins_with_thoughts
+from courtside.errors import ModelError
 from courtside.interrupts import time_limit
-from courtside.types import Grade, Message, Sample, Source, Task, Trajectory, Turn
-
-NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
-"""Unicode reserves them for internal use, such as marking where tokens must be split."""
+from courtside.types import Message, Task
 
 MAX_CACHED_PROMPTS = 4096
 
@@ -41,6 +48,9 @@ PROBE_CALL: dict[str, Any] = {
 
 RENDER_SECONDS = 20
 """For what is rendered at construction; ordinary templates take milliseconds."""
+
+MAX_OPENING = 100
+"""Characters of an answer that a generation prompt may have begun: `<think>` and the like."""
 
 TEMPLATE_ERRORS = (
     TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
@@ -62,8 +72,13 @@ class ChatTemplate:
         *,
         name: str,
         eos_ids: Collection[int],
+        args: Mapping[str, Any] = MappingProxyType({}),
+        day: date | None = None,
+        field: str = "student",
         render_seconds: float = RENDER_SECONDS,
     ):
+        """`args` are the template's switches, `day` is the date that it writes (None: today's);
+        `field` is the section of the recipe that has them."""
         self.tokenizer = tokenizer
         self.name = name
         self.eos_ids = frozenset(eos_ids)
@@ -72,10 +87,19 @@ class ChatTemplate:
                 f"{name}: its tokenizer has no chat template, so messages cannot be rendered. Use "
                 "an instruction-tuned model, or put a chat_template.jinja beside its tokenizer"
             )
-        added = tokenizer.added_tokens_decoder.values()
-        tokens = {str(t) for t in added if t.special} | set(tokenizer.all_special_tokens)
-        special = "|".join(sorted(re.escape(t) for t in tokens if len(t) > 1)) or "(?!)"
+        if args:
+            check_args(tokenizer, args, name=name, field=field)
+        if day is not None and field == "student":
+            check_date(tokenizer, day, name=name, field=field)
+        self._variables = {**args, "strftime_now": make_clock(day)}
+        self._has_fixed_date = day is not None
+        added = {id: t for id, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self.special_ids = frozenset(added) | frozenset(tokenizer.all_special_ids)
+        tokens = {str(t) for t in added.values()} | set(tokenizer.all_special_tokens)
+        self.special_tokens = sorted(token for token in tokens if len(token) > 1)
+        special = "|".join(map(re.escape, self.special_tokens)) or "(?!)"
         self._first_of_special = re.compile(f"(?={special}).", re.DOTALL)
+        self.boundary = AnswerBoundary(self)
         self._cached_prompt_ids = lru_cache(MAX_CACHED_PROMPTS)(self._render_prompt)
         try:
             with time_limit(render_seconds, TemplateTimeoutError):
@@ -118,32 +142,48 @@ class ChatTemplate:
         before = self.render(request, cut, add_generation_prompt=True)
         before += self._split_special(response_prefix, cut)
         rendered = self.render(conversation, cut, add_generation_prompt=False)
-        if not rendered.startswith(before):
-            raise ModelError(
-                f"{self.name}: with an answer in place the template renders the prompt differently "
-                "than without one (a thinking block, perhaps), so the answer's first tokens are "
-                "not where the student would sample them. Use texts that the template accepts, or "
-                "let a model write them (rollout.off_policy_source = 'teacher')"
-            )
+        opening = find_opening(before, text)
+        if not (
+            rendered.startswith(before)
+            and _holds(rendered[len(before) :], text[len(opening) :], cut)
+        ):
+            # The template renders answers in another way than they are sampled.
+            if opening:  # after thoughts that the generation prompt has opened
+                return self.tokenize(text[len(opening) :], cut) + self.boundary.end_of_turn_ids
+            header = self.header_of(before, rendered, text)
+            if header is None:
+                raise self._make_answer_error(before, rendered)
+            return self.boundary.end_answer(self.tokenize(rendered[len(header) :], cut))
         prompt, whole = self.prompt_ids(messages), self.tokenize(rendered, cut)
         answer = whole[len(prompt) :]
         if whole[: len(prompt)] != prompt:
             # The tokenizer merged the prompt's last characters with the answer's first ("\n" with
             # "\n"). The student cannot: it samples after the prompt's own tokens.
             answer = self.tokenize(rendered[len(before) :], cut)
-        # The template may add text after the EOS token, which no model samples.
-        return answer[: self.length_through_eos(answer)]
+        return self.boundary.end_answer(answer)
 
-    def length_through_eos(self, ids: Sequence[int]) -> int:
-        """Number of ids up to and including the first EOS token."""
-        end = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
-        if end is None:
-            raise ModelError(
-                f"{self.name}: an answer rendered by its template holds no end token "
-                f"{sorted(self.eos_ids)}, so the student would never stop where the template does. "
-                "Set eos_token_id in generation_config.json to the token that ends an answer"
+    def header_of(self, prompt: str, rendered: str, text: str) -> str | None:
+        """The prompt as it is before an answer that stands in history: without the empty thoughts
+        of a generation prompt that switches thinking off. None: it is not rendered so, either."""
+        empty = self.boundary.empty_thoughts
+        header = prompt.removesuffix(empty) if empty else None
+        if header is None or begins_with_thoughts(text) or not rendered.startswith(header):
+            return None
+        return header
+
+    def _make_answer_error(self, before: str, rendered: str) -> ModelError:
+        change = "leaves text of an answer out"
+        if not rendered.startswith(before):
+            change = (
+                "with an answer in place renders the prompt differently than without one, so the "
+                "answer's first tokens are not where the student would sample them"
             )
-        return end + 1
+        return ModelError(
+            f"{self.name}: its chat template {change} (a thinking block, perhaps; the generation "
+            f"prompt ends with {before[-40:]!r}). Use texts that begin as that ends, thoughts "
+            "included; switch thinking off or on (student.chat_template_args), where the template "
+            "can; or let a model write the texts (rollout.off_policy_source = 'teacher')"
+        )
 
     def text(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -185,27 +225,53 @@ class ChatTemplate:
             return self._apply(plain, split_special(tools), add_generation_prompt)
         except TEMPLATE_ERRORS as error:
             roles = [message["role"] for message in plain]
+            fix = ""
+            if roles[0] == "system" and not self.takes_system:
+                fix = (
+                    ". It takes no system message: put the text into the user's (position = "
+                    "'user' of a context, 'last_message' of hints)"
+                )
             raise ModelError(
                 f"{self.name}: its chat template refuses messages with roles {roles}: "
-                f"{error or type(error).__name__}"
+                f"{error or type(error).__name__}{fix}"
             ) from None
 
     def _split_special(self, text: str, cut: str) -> str:
         return self._first_of_special.sub(lambda first: first[0] + cut, text)
 
     def _apply(self, trees: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
+        if any("tool_calls" in tree for tree in trees) and self._takes_arguments_as_text:
+            trees = [_encode_arguments(tree) for tree in trees]
+        return self._apply_as_is(trees, tools, add_generation_prompt)
+
+    def _apply_as_is(self, trees: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
         options = {} if tools is None else {"tools": tools}
         return str(
             self.tokenizer.apply_chat_template(
-                trees, add_generation_prompt=add_generation_prompt, tokenize=False, **options
+                trees,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **options,
+                **self._variables,
             )
         )
+
+    # ── what the template can do, each probed once ───────────────────────────────────────────────
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether the template renders a system message at the start."""
+        trees = [{"role": role, "content": f"Is it {role}?"} for role in ("system", "user")]
+        try:
+            return "Is it system?" in self._apply_as_is(trees, None, True)
+        except TEMPLATE_ERRORS:
+            return False
 
     @cached_property
     def takes_tools(self) -> bool:
         """Whether the template renders tool schemas."""
         try:
-            text = self._apply([{"role": "user", "content": "Is it?"}], [PROBE_TOOL], True)
+            text = self._apply([PROBE_ASK], [PROBE_TOOL], True)
         except TEMPLATE_ERRORS:
             return False
         return "courtside_probe" in text
@@ -213,12 +279,23 @@ class ChatTemplate:
     @cached_property
     def renders_tool_calls(self) -> bool:
         """Whether the template renders `tool_calls` of an assistant's message."""
-        ask = {"role": "user", "content": "Is it?"}
+        return self._takes_arguments_as_text is not None
+
+    @cached_property
+    def _takes_arguments_as_text(self) -> bool | None:
+        """Whether arguments of a call are JSON text to the template, not an object; None: it
+        renders no calls."""
         call = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
-        try:
-            return "courtside_probe" in self._apply([ask, call], None, False)
-        except TEMPLATE_ERRORS:
-            return False
+        for as_text in (False, True):
+            tree = _encode_arguments(call) if as_text else call
+            try:
+                rendered = self._apply_as_is([PROBE_ASK, tree], None, False)
+            except TEMPLATE_ERRORS:
+                continue
+            # Some render the call's id in place of its name.
+            if "courtside_probe" in rendered or PROBE_CALL["id"] in rendered:
+                return as_text
+        return None
 
     @cached_property
     def probe_call_text(self) -> str | None:
@@ -233,6 +310,16 @@ class ChatTemplate:
         _, mark, reply = rendered.rpartition(NONCHARACTERS[1])
         return self.text(self.tokenize(reply, NONCHARACTERS[0])) if mark else None
 
+    @property
+    def date_note(self) -> str | None:
+        """What a user should know of a template that writes the date; None: nothing."""
+        if self._has_fixed_date or not writes_date(self.tokenizer):
+            return None
+        return (
+            f"{self.name}: its chat template writes today's date into prompts, so a run that is "
+            "resumed on another day has other ones. student.chat_template_date keeps one"
+        )
+
     def tokenize(self, rendered: str, cut: str) -> tuple[int, ...]:
         """Ids of a text by `render`; no token spans a `cut`."""
         pieces = [
@@ -244,14 +331,10 @@ class ChatTemplate:
     def _check_boundary(self) -> None:
         ask = (Message(role="user", content="Is it?"),)
         say = (*ask, Message(role="assistant", content="It is."))
-        prompt = self.render(ask, NONCHARACTERS[0], add_generation_prompt=True)
-        bare = self.render(ask, NONCHARACTERS[0], add_generation_prompt=False)
-        if len(prompt) <= len(bare) or not prompt.startswith(bare):
-            raise ModelError(
-                f"{self.name}: its chat template adds nothing where an answer begins "
-                "(add_generation_prompt has no effect), so the student would not know whose turn "
-                "it is. Use a template with a generation prompt"
-            )
+        prompt, bare = (
+            self.render(ask, NONCHARACTERS[0], add_generation_prompt=add) for add in (True, False)
+        )
+        self.boundary.split(bare, prompt, NONCHARACTERS[0], messages=ask)
         if self.render(say, NONCHARACTERS[0], add_generation_prompt=False).startswith(prompt):
             self.completion_ids(ask, "It is.")
         ids, bos = self.prompt_ids(ask), self.tokenizer.bos_token_id
@@ -262,96 +345,29 @@ class ChatTemplate:
             )
 
 
-def unused_noncharacters(messages: Sequence[Message], num: int = 1) -> list[str]:
-    """Noncharacters that do not occur in `messages`."""
-    characters = {c for m in messages for text in (m.content, m.extra, m.tools) for c in text}
-    free = [mark for mark in NONCHARACTERS if mark not in characters]
-    if len(free) < num:
-        raise TaskError(
-            f"a message holds {len(NONCHARACTERS) - len(free)} of Unicode's noncharacters U+FDD0 "
-            "to U+FDEF, which texts cannot and of which rendering needs a few. Remove them from it"
-        )
-    return free[:num]
+PROBE_ASK = {"role": "user", "content": "Is it?"}
 
 
-def split_response_prefix(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
-    """The request, and the start of the answer; empty: none is given."""
-    *request, last = messages
-    return (request, last.content) if request and last.role == "assistant" else (messages, "")
+def _encode_arguments(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as JSON text."""
+    calls = [dict(call) for call in tree.get("tool_calls", ())]
+    for call in calls:
+        function = dict(call["function"])
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        call["function"] = function
+    return {**tree, "tool_calls": calls} if calls else dict(tree)
 
 
-def message_tree(message: Message) -> dict[str, Any]:
-    """The message in the format of chat APIs."""
-    extra = json.loads(message.extra) if message.extra else {}
-    return {"role": message.role, "content": message.content, **extra}
+def find_opening(prompt: str, text: str) -> str:
+    """The beginning of an answer's text that the generation prompt has already: `<think>` and the
+    like. White space at the prompt's end may differ."""
+    begun = [text[:n] for n in range(min(len(text), MAX_OPENING), 0, -1) if text[:n].strip()]
+    exact = (x for x in begun if prompt.endswith(x))
+    alike = (x for x in begun if prompt.rstrip().endswith(x.rstrip()))
+    return next(exact, None) or next(alike, "")
 
 
-# ── messages and records ─────────────────────────────────────────────────────────────────────────
-
-
-def insert_context(
-    messages: Sequence[Message], text: str, place: Literal["system", "user"]
-) -> tuple[Message, ...]:
-    """The prompt with `text` in its system message, or at the end of its last user message.
-
-    >>> insert_context([Message(role="user", content="Hi")], "Be brief.", "system")[0].content
-    'Be brief.'
-    """
-    if place == "system":
-        if messages[0].role == "system":
-            joined = replace(messages[0], content=f"{messages[0].content}\n\n{text}")
-            return (joined, *messages[1:])
-        return (Message(role="system", content=text), *messages)
-    last = max((i for i, m in enumerate(messages) if m.role == "user"), default=None)
-    if last is None:
-        return (*messages, Message(role="user", content=text))
-    joined = replace(messages[last], content=f"{messages[last].content}\n\n{text}")
-    return (*messages[:last], joined, *messages[last + 1 :])
-
-
-def make_trajectory(
-    task: Task,
-    prompt_ids: tuple[int, ...],
-    sample: Sample,
-    *,
-    id: str,
-    source: Source,
-    policy_version: int | None,
-    temperature: float,
-    grade: Grade | None,
-    preference: Literal["better", "worse"] | None = None,
-) -> Trajectory:
-    """A single-turn trajectory. A text from a data set has no sampler log-probs."""
-    prompt = Turn(
-        role="prompt",
-        text=format_messages(task.messages),
-        token_ids=prompt_ids,
-        completion_mask=(False,) * len(prompt_ids),
-    )
-    answer = Turn(
-        role="assistant",
-        text=sample.text,
-        token_ids=sample.token_ids,
-        completion_mask=(True,) * len(sample.token_ids),
-        sampler_logp=None if source == "dataset" else sample.logp,
-    )
-    return Trajectory(
-        id=id,
-        task=task,
-        turns=(prompt, answer),
-        source=source,
-        policy_version=policy_version,
-        temperature=temperature,
-        stop=sample.stop,
-        grade=grade,
-        preference=preference,
-    )
-
-
-def format_messages(messages: Sequence[Message]) -> str:
-    """Messages as display text; tool calls and the like follow as JSON, and tools come first."""
-    tools = [f"tools: {message.tools}" for message in messages if message.tools]
-    texts = ("\n".join(filter(None, (message.content, message.extra))) for message in messages)
-    return "\n\n".join(
-        [*tools, *(f"{m.role}: {text}" for m, text in zip(messages, texts, strict=True))]
-    )
+def _holds(rendered: str, text: str, cut: str) -> bool:
+    """Whether a text is in what was rendered, whatever its white space."""
+    return "".join(text.split()) in "".join(rendered.replace(cut, "").split())

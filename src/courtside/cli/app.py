@@ -20,6 +20,7 @@ from courtside.cli.check_env import check_env
 from courtside.cli.comparisons import compare
 from courtside.cli.experiments import experiment
 from courtside.cli.plan import plan
+from courtside.cli.serve import serve
 from courtside.errors import GateFailedError, Interrupted, RunError, UserError
 from courtside.interrupts import StopSignal
 
@@ -95,3 +96,4 @@ app.command()(experiment)
 app.command()(compare)
 app.command()(check_env)
 app.command()(plan)
+app.command()(serve)

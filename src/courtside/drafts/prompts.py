@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from courtside.chat.template import format_messages
+from courtside.chat.messages import format_messages
 from courtside.types import Message, Task, Trajectory, Turn
 
 REWRITE = """\

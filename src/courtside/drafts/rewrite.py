@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate
+from courtside.chat.answer_boundary import PROBE_PROMPT
+from courtside.chat.incremental import IncrementalTemplate
 from courtside.drafts.base import DraftOutcome, is_draft
 from courtside.drafts.prompts import (
     REWRITE,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import PROBE_CALL, ChatTemplate
 from courtside.environments.tool_calls import ToolCall, parse_call
-from courtside.recipe.tasks import EnvironmentTasks, TasksConfig
+from courtside.errors import ModelError, RecipeError
+from courtside.recipe.tasks import EnvironmentTasks, TasksConfig, ToolboxTasks
+from courtside.types import Message
 
 
 class ToolListing(NamedTuple):
@@ -36,6 +39,23 @@ def choose_tool_listing(config: TasksConfig, template: ChatTemplate) -> ToolList
         note=f"{template.name}: its chat template {reason}, so a system message lists the tools of "
         f"{config.path} and the format of a call",
     )
+
+
+def check_tool_role(config: TasksConfig, template: IncrementalTemplate, field: str) -> None:
+    """Refuses an environment whose results are a tool's messages where the template takes none."""
+    if isinstance(config, EnvironmentTasks):
+        has_tool_role = config.rows is not None and config.tool_role is not False
+    else:
+        has_tool_role = isinstance(config, ToolboxTasks) and config.tool_role
+    if not has_tool_role:
+        return
+    try:
+        template.render_continuation([Message(role="tool", content="1")])
+    except ModelError as error:
+        raise RecipeError(
+            f"{field}.tool_role: results are messages of a tool, which has no place here: {error}. "
+            f"Set {field}.tool_role = false, and they are a user's"
+        ) from None
 
 
 def _is_parsed(text: str | None) -> bool:

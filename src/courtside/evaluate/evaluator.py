@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from courtside.chat.template import ChatTemplate, make_trajectory
+from courtside.chat.messages import make_trajectory
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling, ScoreRequest
 from courtside.environments.base import EpisodeRequest, HostedEnvironment
 from courtside.errors import RunError, TaskError

@@ -145,6 +145,7 @@ def _choose_turns(recipe: Recipe, lengths: KnownLengths, notes: list[str]) -> fl
 
 def measure_tasks(recipe: Recipe) -> MeasuredTasks:
     """Renders the prompts of the first tasks with the student's tokenizer; loads no weights."""
+    from courtside.assemble.chat_templates import load_teacher_template
     from courtside.assemble.inputs import load_inputs
     from courtside.assemble.recordings import Recordings
     from courtside.chat.privileged_context import insert_context_text, task_context
@@ -162,10 +163,11 @@ def measure_tasks(recipe: Recipe) -> MeasuredTasks:
     prompts = {task.id: len(template.prompt_ids(task.messages)) for task in tasks}
     longer = []
     for config in recipe.model_teachers:
+        teacher = load_teacher_template(config, recipe, template) if config.context else template
         for task in tasks if config.context is not None else ():
             assert config.context is not None
             if (text := task_context(config.context, task)) is not None:
-                ids = template.prompt_ids(insert_context_text(config.context, task, text))
+                ids = teacher.prompt_ids(insert_context_text(config.context, task, text))
                 longer.append(len(ids) - prompts[task.id])
     answers = [
         len(template.completion_ids(task.messages, task.completion))

@@ -178,6 +178,10 @@ def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
         notes.append(HINTS_NOTE)
     if not work.recipe.model_teachers and work.recipe.teacher is not None:
         notes.append("a custom teacher's cost is not known and left out")
+    if work.recipe.server_teachers:
+        notes.append("a teacher behind servers costs nothing here; its own cost is left out")
+    if work.recipe.rollout.server is not None:
+        notes.append("rollout.server samples elsewhere; the rollout is planned as if it were here")
     if work.recipe.takeover is not None:
         notes.append(TAKEOVER_NOTE)
     if work.recipe.drafts:

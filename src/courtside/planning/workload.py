@@ -172,7 +172,7 @@ class Workload:
     @property
     def is_scored(self) -> bool:
         """Whether a teacher in this process scores the trajectories."""
-        return bool(self.recipe.model_teachers)
+        return len(self.recipe.model_teachers) > len(self.recipe.server_teachers)
 
     @property
     def defers_hints(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
+from courtside.errors import RecipeError
 from courtside.recipe.base import Section
 
 Plain = str | int | float | bool
@@ -36,28 +38,12 @@ class EndpointConfig(Section):
     @field_validator("base_url")
     @classmethod
     def _check_url(cls, value: str) -> str:
-        parts = urlsplit(value)
-        _ = parts.port  # raises where it is no port
-        if parts.username is not None or parts.password is not None:
-            raise ValueError(
-                "holds a password, and recipes are stored with every run; remove it, and name an "
-                "environment variable in api_key_env"
-            )
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-            raise ValueError(
-                "must be the address of a server, like http://localhost:8000/v1, without a query"
-            )
-        return value.rstrip("/")
+        return check_server_url(value, path="/v1")
 
     @field_validator("api_key_env")
     @classmethod
     def _check_variable_name(cls, value: str | None) -> str | None:
-        # The message does not repeat the value: it may be the key itself.
-        if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-            raise ValueError(
-                "must be the name of an environment variable, like READER_KEY, never the key itself"
-            )
-        return value
+        return check_variable_name(value)
 
     @field_validator("extra_body")
     @classmethod
@@ -75,3 +61,46 @@ class EndpointConfig(Section):
             if name in ("messages", "n", "stream"):
                 raise ValueError(f"{name} is set for each request; remove it")
         return value
+
+
+def check_server_url(value: str, *, path: str = "") -> str:
+    """The address of a server; `path`: what an example has after host and port."""
+    parts = urlsplit(value)
+    _ = parts.port  # raises where it is no port
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            "holds a password, and recipes are stored with every run; remove it, and name an "
+            "environment variable in api_key_env"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise ValueError(
+            f"must be the address of a server, like http://localhost:8000{path}, without a query"
+        )
+    return value.rstrip("/")
+
+
+def check_variable_name(value: str | None) -> str | None:
+    # The message does not repeat the value: it may be the key itself.
+    if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        raise ValueError(
+            "must be the name of an environment variable, like READER_KEY, never the key itself"
+        )
+    return value
+
+
+def read_api_key(name: str | None, field: str) -> str | None:
+    """The key in the variable that `field`.api_key_env names; None: no key is sent."""
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise RecipeError(
+            f"{field}.api_key_env = {name!r}: that environment variable is not set. Set it "
+            "to the key, or remove the field if the server wants none"
+        )
+    if not key.isascii() or not key.isprintable():
+        raise RecipeError(
+            f"{field}.api_key_env = {name!r}: the variable holds characters that no key "
+            "has. Set it to the key alone"
+        )
+    return key

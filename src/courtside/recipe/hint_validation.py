@@ -36,6 +36,11 @@ def find_hint_problems(recipe: Recipe) -> Iterator[str]:
             "teacher.context: with a [reader] the hint is the teacher's additional context; "
             "remove one of the two"
         )
+    if any(teacher.chat_template_args is not None for teacher in recipe.model_teachers):
+        yield (
+            "teacher.chat_template_args: with a [reader] hinted turns are scored in the student's "
+            "own context, which student.chat_template_args renders; remove the field"
+        )
     for index, loss in enumerate(recipe.losses):
         is_takeover = loss.on == "teacher" and recipe.takeover is not None
         if loss.needs_teacher and loss.on != "hinted_turns" and not is_takeover:

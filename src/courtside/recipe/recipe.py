@@ -22,9 +22,9 @@ from courtside.recipe.takeover import TakeoverConfig
 from courtside.recipe.tasks import TasksConfig, override_tasks
 from courtside.recipe.teacher import (
     CustomTeacherConfig,
-    ModelTeacherConfig,
     RoutedTeacherConfig,
-    SelfTeacherConfig,
+    ScoringTeacherConfig,
+    ServerTeacherConfig,
     TeacherConfig,
     choose_route,
 )
@@ -139,13 +139,17 @@ class Recipe(Section):
         return tuple(reward.name or reward.kind for reward in self.rewards)
 
     @property
-    def model_teachers(self) -> tuple[SelfTeacherConfig | ModelTeacherConfig, ...]:
-        """The teachers that are models, routed or not."""
+    def model_teachers(self) -> tuple[ScoringTeacherConfig, ...]:
+        """The teachers that are models, here or behind servers, routed or not."""
         if self.teacher is None or isinstance(self.teacher, CustomTeacherConfig):
             return ()
         if isinstance(self.teacher, RoutedTeacherConfig):
             return tuple(self.teacher.routes.values())
         return (self.teacher,)
+
+    @property
+    def server_teachers(self) -> tuple[ServerTeacherConfig, ...]:
+        return tuple(t for t in self.model_teachers if isinstance(t, ServerTeacherConfig))
 
     @property
     def human_readers(self) -> tuple[HumanReaderConfig, ...]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from courtside.recipe.base import Fraction, Section
+from courtside.recipe.server import RolloutServerConfig
 
 MAX_SECONDS = 1e6
 """Timers of operating systems end not far above."""
@@ -100,6 +101,9 @@ class RolloutConfig(Section):
     """Memory budget: key/value positions held at once while sampling or scoring. auto: on a GPU by
     its size, half of what models and the optimizer leave of it; 65,536 on a CPU."""
 
+    server: RolloutServerConfig | None = None
+    """vLLM servers that sample for the student; needs student.lora. Unset: the training process
+    samples."""
     limits: LimitsConfig = LimitsConfig()
     corrections: bool = False
     """In an environment: add each turn with an error again with the environment's correction, if

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from courtside.recipe.base import Fraction, Section
+from courtside.recipe.base import Fraction, Section, Setting
 
 
 class LoraConfig(Section):
@@ -51,4 +53,18 @@ class StudentConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time, the same
     result."""
+    chat_template_args: Mapping[str, Setting] = Field(default_factory=dict)
+    """Switches of the model's chat template, such as `{ enable_thinking = false }` or
+    `{ reasoning_effort = "low" }`, for every prompt of training and evaluation. A name that the
+    template does not read is refused. See docs/chat-templates.md."""
+    chat_template_date: str | None = None
+    """The date, as in `2026-11-18`, that chat templates write which name today's. Unset: that of
+    the day on which the process begins, so a run resumed later has other prompts."""
     trust_remote_code: bool = False
+
+    @field_validator("chat_template_date")
+    @classmethod
+    def _check_date(cls, value: str | None) -> str | None:
+        if value is not None:
+            date.fromisoformat(value)
+        return value

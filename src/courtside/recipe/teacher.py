@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from courtside.recipe.base import Section, Setting, import_path
+from courtside.recipe.server import ServerConfig
 
 EMA_DECAY = 0.99
 
@@ -76,12 +77,18 @@ Context = Annotated[
 ]
 
 
+ChatTemplateArgs = Mapping[str, Setting] | None
+
+
 class SelfTeacherConfig(Section):
     kind: Literal["self"]
     weights: Literal["live", "frozen", "ema"] = "frozen"
     """live: the student as it is now; frozen: as it was before training; ema: a moving average."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] = EMA_DECAY
     context: Context | None = None
+    chat_template_args: ChatTemplateArgs = None
+    """Switches of the chat template in the teacher's prompt. Unset: the student's. Turns after the
+    first answer are what the student saw. Not with a [reader]."""
 
 
 class ModelTeacherConfig(Section):
@@ -93,6 +100,9 @@ class ModelTeacherConfig(Section):
     """auto: as the student's. int8: weights of the linear layers in 8 bits with a scale per row.
     nf4: in 4 bits, by bitsandbytes (`pip install -e '.[quantized]'`)."""
     context: Context | None = None
+    chat_template_args: ChatTemplateArgs = None
+    """Switches of the chat template in the teacher's prompt. Unset: the student's. Turns after the
+    first answer are what the student saw. Not with a [reader]."""
     trust_remote_code: bool = False
 
     @model_validator(mode="after")
@@ -105,6 +115,27 @@ class ModelTeacherConfig(Section):
         return self
 
 
+class ServerTeacherConfig(Section):
+    """A teacher behind vLLM servers. It gives log-probs of the student's tokens and the k likeliest
+    tokens, at temperature 1."""
+
+    kind: Literal["server"]
+    server: ServerConfig
+    tokenizer: str | None = None
+    """Folder or hub id of its tokenizer, whose chat template then renders its prompts. Unset: the
+    student's, which the servers are asked to confirm."""
+    num_parameters: PositiveInt | None = None
+    """For estimates of FLOPs. Unset: its FLOPs count as 0."""
+    context: Context | None = None
+    chat_template_args: ChatTemplateArgs = None
+    """Switches of the chat template in the teacher's prompt. Unset: the student's. Turns after the
+    first answer are what the student saw. Not with a [reader]."""
+
+    @property
+    def model(self) -> str:
+        return self.server.model
+
+
 def choose_route(tags: Sequence[str], routes: Collection[str], default: str | None) -> str | None:
     """The first tag of a task that has a route, or the default."""
     return next((tag for tag in tags if tag in routes), default)
@@ -114,7 +145,11 @@ class RoutedTeacherConfig(Section):
     kind: Literal["routes"]
     routes: Annotated[
         Mapping[
-            str, Annotated[SelfTeacherConfig | ModelTeacherConfig, Field(discriminator="kind")]
+            str,
+            Annotated[
+                SelfTeacherConfig | ModelTeacherConfig | ServerTeacherConfig,
+                Field(discriminator="kind"),
+            ],
         ],
         Field(min_length=1),
     ]
@@ -140,7 +175,14 @@ class CustomTeacherConfig(Section):
     """Keyword arguments of the class or function."""
 
 
+ScoringTeacherConfig = SelfTeacherConfig | ModelTeacherConfig | ServerTeacherConfig
+"""One model, which has a context of its own."""
+
 TeacherConfig = Annotated[
-    SelfTeacherConfig | ModelTeacherConfig | RoutedTeacherConfig | CustomTeacherConfig,
+    SelfTeacherConfig
+    | ModelTeacherConfig
+    | ServerTeacherConfig
+    | RoutedTeacherConfig
+    | CustomTeacherConfig,
     Field(discriminator="kind"),
 ]

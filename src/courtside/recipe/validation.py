@@ -19,6 +19,7 @@ from courtside.recipe.reward_validation import (
     find_route_problems,
 )
 from courtside.recipe.rollout import LimitsConfig
+from courtside.recipe.server_validation import find_server_problems
 from courtside.recipe.takeover_validation import find_takeover_problems
 from courtside.recipe.tasks import override_tasks
 from courtside.recipe.teacher import (
@@ -66,6 +67,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
                 yield f"{path}: {text.replace('Input should be', 'must be', 1)}"
     yield from find_takeover_problems(recipe)
     yield from find_mixed_sampling_problems(recipe)
+    yield from find_server_problems(recipe)
     yield from _environment_problems(recipe)
     yield from find_recorded_problems(recipe)
     yield from find_hint_problems(recipe)
@@ -207,7 +209,7 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
     if isinstance(recipe.teacher, CustomTeacherConfig) and recipe.reader is not None:
         yield (
             "reader: hints go into the context of a model, and teacher.kind = 'custom' has "
-            "none. Use teacher.kind = 'self' or 'model', or remove the reader"
+            "none. Use teacher.kind = 'self', 'model' or 'server', or remove the reader"
         )
     for teacher in recipe.model_teachers:
         if not isinstance(teacher, SelfTeacherConfig):

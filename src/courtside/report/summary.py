@@ -7,7 +7,7 @@ import math
 from courtside.recipe import Recipe
 from courtside.recipe.losses import Loss
 from courtside.recipe.reader import ReaderConfig
-from courtside.recipe.teacher import CustomTeacherConfig, ModelTeacherConfig, SelfTeacherConfig
+from courtside.recipe.teacher import CustomTeacherConfig, ScoringTeacherConfig
 
 UNITS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
@@ -39,8 +39,10 @@ def _summarize_reader(reader: ReaderConfig) -> str:
     return " + ".join(kinds) + control
 
 
-def _summarize_teacher(teacher: SelfTeacherConfig | ModelTeacherConfig) -> str:
+def _summarize_teacher(teacher: ScoringTeacherConfig) -> str:
     name = f"self, {teacher.weights}" if teacher.kind == "self" else teacher.model
+    if teacher.kind == "server":
+        name += " (served)"
     match teacher.context:
         case None:
             return name

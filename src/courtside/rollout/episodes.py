@@ -309,6 +309,7 @@ class EpisodeState:
         answer = template.environment_turn(
             cut_messages(observation, limits),
             add_end_of_turn=not template.is_ended(sample.token_ids),
+            prompt=self.request.task.messages,
         )
         self._append(answer)
         self.pending_ids = sample.token_ids[-1:] + answer.token_ids

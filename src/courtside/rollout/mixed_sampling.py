@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from courtside.chat.template import make_trajectory
+from courtside.chat.messages import make_trajectory
 from courtside.engines.base import Sampling
 from courtside.engines.mixed_sampling import MixedRequest, MixedSample
 from courtside.progress import PhaseProgress

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Literal, Protocol
 
+from courtside.chat.answer_boundary import PROBE_PROMPT
 from courtside.chat.chat_log_rendering import trajectory_from_chat_log
-from courtside.chat.incremental import PROBE_PROMPT, IncrementalTemplate
-from courtside.chat.template import ChatTemplate, make_trajectory, message_tree
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.messages import make_trajectory, message_tree
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
 from courtside.progress import PhaseProgress, ProgressMeter

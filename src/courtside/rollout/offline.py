@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from courtside.chat.answer_boundary import common_prefix_length
 from courtside.chat.chat_log_rendering import CallFormatter, trajectory_from_chat_log
-from courtside.chat.incremental import IncrementalTemplate, common_prefix_length
-from courtside.chat.template import message_tree
+from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.messages import message_tree
 from courtside.errors import TaskError
 from courtside.seeds import trajectory_id
 from courtside.types import Task, Trajectory, Turn

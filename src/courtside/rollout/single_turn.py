@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from courtside.chat.template import ChatTemplate, make_trajectory
+from courtside.chat.messages import make_trajectory
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe.rollout import RolloutConfig

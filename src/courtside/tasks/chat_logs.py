@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from courtside.chat.template import message_tree
+from courtside.chat.messages import message_tree
 from courtside.errors import TaskError
 from courtside.hashing import task_id
 from courtside.tasks.layouts import CONVERSATION_KEYS, read_conversation

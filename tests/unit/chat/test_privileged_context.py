@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from courtside.chat.template import insert_context
+from courtside.chat.messages import insert_context
 from courtside.types import Message
 
 roles = st.sampled_from(["system", "user", "assistant", "tool"])

@@ -13,7 +13,8 @@ from courtside.chat.api_messages import attach_tools, parse_messages, parse_tool
 from courtside.chat.chat_log_rendering import trajectory_from_chat_log
 from courtside.chat.hint_splicing import splice_hint
 from courtside.chat.incremental import IncrementalTemplate
-from courtside.chat.template import ChatTemplate, insert_context
+from courtside.chat.messages import insert_context
+from courtside.chat.template import ChatTemplate
 from courtside.errors import ModelError
 from courtside.types import Hint, Message, Task
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_model import tiny_tokenizer
 
-from courtside.chat.template import make_trajectory
+from courtside.chat.messages import make_trajectory
 from courtside.types import Grade, Message, Sample, Source, Task
 
 TASK = Task(

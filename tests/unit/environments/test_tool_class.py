@@ -13,7 +13,8 @@ import pytest
 from support.tiny_model import TEMPLATE, tiny_tokenizer
 from unit.chat.templates import HERMES_TEMPLATE, TOOLS_TEMPLATE
 
-from courtside.chat.template import ChatTemplate, format_messages
+from courtside.chat.messages import format_messages
+from courtside.chat.template import ChatTemplate
 from courtside.environments.guard import EnvironmentFault
 from courtside.environments.loading import make_environment
 from courtside.environments.tool_calls import format_call

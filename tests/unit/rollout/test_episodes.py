@@ -392,7 +392,7 @@ def test_an_environment_that_says_megabytes_is_cut() -> None:
 
 def test_a_turn_that_ran_into_the_limit_is_closed_by_the_environment() -> None:
     (trajectory,) = run(make_rollout(max_new_tokens=1))
-    end_ids = TEMPLATE.end_of_turn_ids
+    end_ids = TEMPLATE.end_of_turn_ids()
     for turn, following in zip(trajectory.turns[1:], trajectory.turns[2:], strict=False):
         if turn.role == "assistant" and not TEMPLATE.is_ended(turn.token_ids):
             assert following.token_ids[: len(end_ids)] == end_ids

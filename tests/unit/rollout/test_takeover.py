@@ -13,7 +13,8 @@ import pytest
 import torch
 from support.tiny_model import tiny_model, tiny_tokenizer
 
-from courtside.chat.template import ChatTemplate, insert_context
+from courtside.chat.messages import insert_context
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import SampleRequest, ScoreRequest
 from courtside.engines.local import LocalEngine
 from courtside.recipe.rollout import RolloutConfig

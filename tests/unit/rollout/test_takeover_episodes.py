@@ -14,7 +14,8 @@ import torch
 from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.chat.incremental import IncrementalTemplate
-from courtside.chat.template import ChatTemplate, insert_context
+from courtside.chat.messages import insert_context
+from courtside.chat.template import ChatTemplate
 from courtside.engines.base import ScoreRequest
 from courtside.engines.local import LocalEngine
 from courtside.environments.guard import GuardedEnvironment

@@ -1,0 +1,19 @@
+"""The marks that models put around their thoughts."""
+
+from __future__ import annotations
+
+THOUGHT_TAGS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+
+
+def ends_thoughts(generation_prompt: str) -> bool:
+    """Whether an answer begins after thoughts, which are empty: thinking is switched off."""
+    return generation_prompt.rstrip().endswith(tuple(closing for _, closing in THOUGHT_TAGS))
+
+
+def begins_with_thoughts(text: str) -> bool:
+    return text.lstrip().startswith(tuple(opening for opening, _ in THOUGHT_TAGS))

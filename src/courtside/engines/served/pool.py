@@ -1,0 +1,298 @@
+"""HTTP to the replicas of one server: pooled connections, retries, failover, a clean end.
+
+Requests run in an event loop in a thread of its own. Whoever waits for them may be interrupted:
+then they are cancelled, their connections are closed, and vLLM stops computing them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from uuid import uuid4
+
+import httpx
+
+from courtside.engines.served.replicas import LONGEST_WAIT, Replica, choose_replica
+from courtside.errors import RunError
+from courtside.recipe.endpoint import read_api_key
+from courtside.recipe.server import ServerConfig
+from courtside.sanitize import to_one_line, truncate
+
+Answer = TypeVar("Answer")
+
+CONNECT_SECONDS = 10.0
+FAREWELL_SECONDS = 2.0
+MAX_EXCERPT = 300
+GO_ON = "Then start the same command again: a run goes on from its last checkpoint"
+BUSY = (408, 425, 429)
+
+
+class BadAnswerError(Exception):
+    """An answer of a server that says something else than it was asked."""
+
+
+class RefusedError(RunError):
+    """A request that a server will not answer, however often it is sent."""
+
+    def __init__(self, message: str, *, status: int, text: str):
+        super().__init__(message)
+        self.status, self.text = status, text
+
+
+class UnavailableError(Exception):
+    """No answer now: worth another try, on this replica later or on another one at once."""
+
+    def __init__(self, reason: str, wait: float | None = None):
+        super().__init__(reason)
+        self.wait = wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Generic[Answer]):
+    path: str
+    body: Mapping[str, Any] | None = None
+    """None: a GET."""
+    parse: Callable[[Any], Answer]
+    """Of the JSON that came; raises `BadAnswerError`, or `UnavailableError` for another try."""
+    key: str | None = None
+    """Requests of one key go to one replica; None: to the one with the fewest."""
+
+
+class ReplicaPool:
+    def __init__(self, config: ServerConfig, *, field: str, first_wait: float = 1.0):
+        """`field`: of the recipe, for messages."""
+        self.config, self.field = config, field
+        self.first_wait = first_wait
+        """Seconds before the second try; doubled each time."""
+        self.prepare: Callable[[Replica], Awaitable[None]] | None = None
+        """Run on a replica before each of its requests: loads what it lacks."""
+        self.recover: Callable[[Replica, RefusedError], bool] = lambda replica, error: False
+        """Whether a refused request is worth another try, after `prepare`."""
+        self._key = read_api_key(config.api_key_env, field)
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            # Certificates are read, which takes a while, where there are any to check.
+            verify=any(url.startswith("https:") for url in config.urls),
+            timeout=httpx.Timeout(config.timeout, connect=CONNECT_SECONDS, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+        self._loop = asyncio.new_event_loop()
+        self.replicas = [
+            Replica(url, asyncio.Semaphore(config.max_concurrency)) for url in config.urls
+        ]
+        self._names = (f"courtside-{uuid4().hex[:8]}-{n}" for n in itertools.count())
+        self.farewells: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        """By replica: path and body of a last request, which gives back what it holds for us."""
+        thread = threading.Thread(target=self._loop.run_forever, name=field, daemon=True)
+        thread.start()
+        self.close = weakref.finalize(
+            self, _close, thread, self._loop, self._client, self.farewells
+        )
+        """Cancels what is under way and says farewell; also at the end of the process."""
+
+    # ── from other threads ───────────────────────────────────────────────────────────────────────
+
+    def ask_all(
+        self,
+        requests: Sequence[Request[Answer]],
+        *,
+        report: Callable[[int, Answer], None] = lambda index, answer: None,
+    ) -> list[Answer]:
+        """Answers in the order of the requests; the first failure is raised, and cancels the
+        others. `report` is called in another thread as answers come."""
+        return self.run(self._answer_all(requests, report))
+
+    def ask_each(self, make: Callable[[Replica], Awaitable[Answer]]) -> list[Answer]:
+        """One coroutine for each replica, at the same time."""
+
+        async def run() -> list[Answer]:
+            return await _gather([make(replica) for replica in self.replicas])
+
+        return self.run(run())
+
+    def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    # ── in the event loop ────────────────────────────────────────────────────────────────────────
+
+    async def _answer_all(
+        self, requests: Sequence[Request[Answer]], report: Callable[[int, Answer], None]
+    ) -> list[Answer]:
+        async def answer(index: int, request: Request[Answer]) -> Answer:
+            result = await self._answer(request)
+            report(index, result)
+            return result
+
+        return await _gather([answer(i, request) for i, request in enumerate(requests)])
+
+    async def _answer(self, request: Request[Answer]) -> Answer:
+        """By some replica; those that fail are left alone for a while."""
+        num_tries = self.config.max_retries + len(self.replicas)
+        for _ in range(num_tries):
+            replica = await self._acquire(request.key)
+            try:
+                if self.prepare is not None:
+                    await self.prepare(replica)
+                answer = await self.send(replica, request)
+            except UnavailableError as error:
+                replica.report_failure(self.first_wait, error.wait)
+                last = f"{replica.url}: {error}"
+            except RefusedError as error:
+                if not self.recover(replica, error):
+                    raise
+                last = str(error)
+            else:
+                replica.num_failures = 0
+                return answer
+            finally:
+                replica.num_assigned -= 1
+                replica.slots.release()
+        raise self._no_answer(num_tries, last)
+
+    async def _acquire(self, key: str | None) -> Replica:
+        while True:
+            replica = choose_replica(self.replicas, key)
+            if replica is None:
+                until = min(replica.blocked_until for replica in self.replicas)
+                await asyncio.sleep(max(0.0, until - asyncio.get_running_loop().time()) + 0.001)
+                continue
+            replica.num_assigned += 1
+            try:
+                await replica.slots.acquire()
+            except BaseException:
+                replica.num_assigned -= 1
+                raise
+            if not replica.is_blocked:
+                return replica
+            replica.num_assigned -= 1
+            replica.slots.release()
+
+    async def ask(self, replica: Replica, request: Request[Answer]) -> Answer:
+        """By this replica and no other, with retries."""
+        for tries in range(1, self.config.max_retries + 2):
+            try:
+                return await self.send(replica, request)
+            except UnavailableError as error:
+                last, wait = f"{replica.url}: {error}", error.wait
+            if tries <= self.config.max_retries:
+                pause = self.first_wait * 2.0 ** (tries - 1) if wait is None else wait
+                await asyncio.sleep(min(pause, LONGEST_WAIT))
+        raise self._no_answer(tries, last)
+
+    async def send(self, replica: Replica, request: Request[Answer]) -> Answer:
+        """Once; raises `UnavailableError`."""
+        headers = {"X-Request-Id": next(self._names)}
+        if request.key is not None:
+            headers["X-Session-ID"] = request.key  # for a router in front of the servers
+        url = replica.url + request.path
+        try:
+            if request.body is None:
+                response = await self._client.get(url, headers=headers)
+            else:
+                response = await self._client.post(url, json=request.body, headers=headers)
+        except httpx.TransportError as error:
+            raise UnavailableError(f"{type(error).__name__} {error}".strip()) from None
+        status = response.status_code
+        if status in BUSY or status >= 500:
+            raise UnavailableError(
+                f"status {status}: {self._excerpt(response)}", _retry_after(response)
+            )
+        if status != 200:
+            raise RefusedError(
+                f"{self.field}.urls: {url} refused a request (status {status}): "
+                f"{self._excerpt(response)}. {self._fix(status)}",
+                status=status,
+                text=response.text,
+            )
+        try:
+            return request.parse(_read_json(response))
+        except BadAnswerError as error:
+            raise RunError(
+                f"{self.field}.urls: {url} answered with {error}. Nothing of it was used. Check "
+                f"that this is the server that is meant and restart it. {GO_ON}"
+            ) from None
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────
+
+    def _no_answer(self, num_tries: int, last: str) -> RunError:
+        return RunError(
+            f"{self.field}.urls: no answer after {num_tries} tries, the last to {last}. Check that "
+            f"the server runs and can be reached from here, or raise {self.field}.max_retries and "
+            f"timeout. {GO_ON}"
+        )
+
+    def _fix(self, status: int) -> str:
+        if status in (401, 403):
+            return f"Check the key in the variable that {self.field}.api_key_env names"
+        if status == 404:
+            return f"Check {self.field}.urls, {self.field}.model, and the server's flags"
+        return f"Check {self.field} and the flags that the server was started with"
+
+    def _excerpt(self, response: httpx.Response) -> str:
+        """The beginning of what came back. Some servers repeat the key in it."""
+        text = response.text
+        if self._key is not None:
+            text = text.replace(self._key, "***")
+        return truncate(to_one_line(text), MAX_EXCERPT) or "nothing"
+
+
+async def _gather(work: Sequence[Awaitable[Answer]]) -> list[Answer]:
+    """All results, in order; the first failure cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(part) for part in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _read_json(response: httpx.Response) -> Any:
+    if response.text[:1] not in ("{", "["):
+        return response.text
+    try:
+        return response.json()
+    except (ValueError, RecursionError):
+        raise BadAnswerError(
+            f"something that is no JSON: {truncate(to_one_line(response.text), MAX_EXCERPT)}"
+        ) from None
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isascii() and value.isdecimal() else None
+
+
+def _close(
+    thread: threading.Thread,
+    loop: asyncio.AbstractEventLoop,
+    client: httpx.AsyncClient,
+    farewells: Mapping[str, tuple[str, Mapping[str, Any]]],
+) -> None:
+    async def stop() -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for url, (path, body) in farewells.items():
+            with suppress(httpx.HTTPError):  # the server may be gone before us
+                await client.post(url + path, json=body, timeout=FAREWELL_SECONDS)
+        await client.aclose()
+        loop.call_soon(loop.stop)
+
+    if loop.is_running():
+        asyncio.run_coroutine_threadsafe(stop(), loop)
+        if threading.current_thread() is not thread:  # garbage is collected in any thread
+            thread.join(FAREWELL_SECONDS * (1 + len(farewells)))

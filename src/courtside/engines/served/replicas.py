@@ -1,0 +1,64 @@
+"""Replicas of a server: which one takes a request, and which ones are left alone for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+LONGEST_WAIT = 60.0
+"""Seconds between two tries, whatever the server asks for."""
+IMBALANCE = 1.25
+"""A replica takes up to so many times its share of the requests before others get those whose
+prompts it has cached."""
+
+
+@dataclass(eq=False)
+class Replica:
+    url: str
+    slots: asyncio.Semaphore
+    """One for each request that may be under way."""
+    num_assigned: int = 0
+    """Requests that wait for it or are under way."""
+    num_failures: int = 0
+    """In a row."""
+    blocked_until: float = 0.0
+    """By the monotonic clock; it gets no request before."""
+    loaded: set[str] = field(default_factory=set)
+    """Adapters that this replica has, as far as we know."""
+
+    @property
+    def is_blocked(self) -> bool:
+        return time.monotonic() < self.blocked_until
+
+    def report_failure(self, first_wait: float, wait: float | None) -> None:
+        """`wait`: seconds that the server asked for. Requests that fail together count once."""
+        if self.is_blocked:
+            return
+        self.num_failures += 1
+        pause = first_wait * 2.0 ** (self.num_failures - 1) if wait is None else wait
+        self.blocked_until = time.monotonic() + min(pause, LONGEST_WAIT)
+
+
+def choose_replica(replicas: Sequence[Replica], key: str | None) -> Replica | None:
+    """Rendezvous hashing with bounded loads; None: all are blocked.
+
+    Requests of one `key` (samples of a prompt, turns of an episode) go to one replica, whose prefix
+    cache has their beginning, unless it has more than its share of requests. Without a key the
+    replica with the fewest takes it.
+    """
+    free = [replica for replica in replicas if not replica.is_blocked]
+    if not free:
+        return None
+    if key is None:
+        return min(free, key=lambda replica: replica.num_assigned)
+    total = 1 + sum(replica.num_assigned for replica in free)
+    limit = IMBALANCE * total / len(free)
+    ranked = sorted(free, key=lambda replica: _weight(key, replica.url), reverse=True)
+    return next((r for r in ranked if r.num_assigned < limit), ranked[0])
+
+
+def _weight(key: str, url: str) -> bytes:
+    return hashlib.sha256(f"{key} {url}".encode()).digest()

@@ -1,0 +1,70 @@
+"""The student on vLLM servers: they sample with its adapter, the trainer's process scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from courtside.engines.base import (
+    Capabilities,
+    Engine,
+    SampleRequest,
+    Sampling,
+    ScoreRequest,
+    Scores,
+    Want,
+)
+from courtside.engines.served.adapters import AdapterSync
+from courtside.engines.served.engine import ServedEngine
+from courtside.errors import RecipeError
+from courtside.types import Sample, VersionSpan
+
+
+class ServedStudent(ServedEngine):
+    def __init__(self, *args: Any, local: Engine, sync: AdapterSync, **options: Any):
+        """`local`: the engine over the weights that are trained."""
+        super().__init__(*args, **options)
+        self._local, self.sync = local, sync
+        self.context_length = min(self.facts.context_length, local.context_length)
+        self.load_weights(0)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self._local.capabilities, hidden_states=False, branches=False,
+                       mixed_sampling=False)  # fmt: skip
+
+    @property
+    def model(self) -> str:
+        assert self.sync.current is not None
+        return self.sync.current.name
+
+    def load_weights(self, version: int) -> None:
+        """Returns when the servers have them, and their log-probs agree with the trainer's."""
+        self.sync.publish(version)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """A sample's log-probs must be those of the distribution that was sampled."""
+        t = sampling.temperature
+        if self.facts.logprobs == "raw" and t != 0 and (t != 1 or sampling.truncates):
+            raise RecipeError(
+                f"{self.pool.field}.urls: the servers give log-probs of the model's distribution, "
+                f"and with temperature {t:g}, top_p, top_k or min_p another one is sampled. Start "
+                "them with --logprobs-mode processed_logprobs"
+            )
+
+    def sample_with_keys(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, keys: Sequence[str]
+    ) -> list[Sample]:
+        assert self.sync.current is not None
+        version = self.sync.current.version
+        return [
+            replace(s, policy_versions=(VersionSpan(0, len(s.token_ids), version),))
+            for s in super().sample_with_keys(requests, sampling, keys)
+        ]
+
+    def score(
+        self, requests: Sequence[ScoreRequest], *, want: Want = "logp", top_k: int = 0
+    ) -> list[Scores]:
+        """By the trainer's weights themselves."""
+        return self._local.score(requests, want=want, top_k=top_k)

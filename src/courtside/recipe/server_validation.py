@@ -1,0 +1,106 @@
+"""Servers that sample for the student or score for a teacher: what cannot work with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from courtside.recipe.losses import Loss
+from courtside.recipe.recipe import Recipe
+from courtside.recipe.server import RolloutServerConfig
+from courtside.recipe.teacher import RoutedTeacherConfig
+
+TEMPERATURES = (0.01, 2.0)
+"""vLLM raises lower ones to the first without a word, and refuses higher ones."""
+HEADS = ("lm_head", "embed_tokens", "embed_out", "wte")
+
+
+def find_server_problems(recipe: Recipe) -> Iterator[str]:
+    if recipe.rollout.server is not None:
+        yield from _rollout_problems(recipe, recipe.rollout.server)
+    if recipe.server_teachers:
+        yield from _teacher_problems(recipe)
+
+
+def _rollout_problems(recipe: Recipe, server: RolloutServerConfig) -> Iterator[str]:
+    lora = recipe.student.lora
+    if lora is None:
+        yield (
+            "rollout.server: new weights reach vLLM servers as a LoRA adapter, and without "
+            "student.lora all weights are trained. Set student.lora = { rank = 32 }, or remove "
+            "rollout.server: then the training process samples"
+        )
+    elif lora.target_modules != "all-linear" and (heads := set(HEADS) & set(lora.target_modules)):
+        yield (
+            f"student.lora.target_modules names {min(heads)!r}, and vLLM leaves an adapter there "
+            "out of its log-probs. Remove it, or remove rollout.server"
+        )
+    if server.adapters is None and not server.is_local:
+        yield (
+            "rollout.server.adapters: the servers run on other machines. Name a folder on a disk "
+            "that they have under the same path"
+        )
+    low, high = TEMPERATURES
+    for field, t in (
+        ("rollout.temperature", recipe.rollout.temperature),
+        ("evaluate.temperature", recipe.evaluate.temperature),
+    ):
+        if t != 0 and not low <= t <= high:
+            yield f"{field} = {t:g}: with rollout.server from {low:g} to {high:g}, as vLLM takes"
+    if recipe.rollout.mixed_sampling is not None:
+        yield (
+            "rollout.mixed_sampling decodes token by token with two models in one process; remove "
+            "it, or rollout.server"
+        )
+    if recipe.tasks.is_recorded and not recipe.evaluate.suites:
+        yield (
+            f"rollout.server: nothing is sampled with tasks.kind = {recipe.tasks.kind!r}; remove it"
+        )
+
+
+def _teacher_problems(recipe: Recipe) -> Iterator[str]:
+    fields = ["teacher"]
+    if isinstance(recipe.teacher, RoutedTeacherConfig):
+        routes = recipe.teacher.routes.items()
+        fields = [f"teacher.routes.{tag}" for tag, t in routes if t.kind == "server"]
+    kind = f"{fields[0]}.kind = 'server'"
+    for field, t in (
+        ("rollout.temperature", recipe.rollout.temperature),
+        # Answers of an evaluation are scored, too, but greedy ones and those of hinted recipes.
+        ("evaluate.temperature", recipe.evaluate.temperature or 1.0),
+    ):
+        if t != 1 and (field == "rollout.temperature" or recipe.reader is None):
+            yield (
+                f"{field} = {t:g} with {kind}: vLLM gives log-probs of a sequence at temperature 1 "
+                "only, whatever a request or --logprobs-mode says, and from the k likeliest no "
+                f"other temperature can be computed. Set {field} = 1, or use teacher.kind = 'model'"
+            )
+    for index, loss in enumerate(recipe.losses):
+        if (need := _find_whole_distribution(loss)) is not None:
+            yield (
+                f"losses[{index}].{need} needs the teacher's whole distributions, and with {kind} "
+                "there are the k likeliest tokens a position. Use support = { kind = 'top_k', of = "
+                "'teacher' } without a baseline, or teacher.kind = 'model'"
+            )
+    if recipe.rollout.mixed_sampling is not None:
+        yield (
+            f"rollout.mixed_sampling decodes token by token with two models in one process, and "
+            f"not with {kind}. Use teacher.kind = 'model'"
+        )
+    if recipe.train.max_flops is not None and not all(
+        teacher.num_parameters for teacher in recipe.server_teachers
+    ):
+        yield (
+            f"train.max_flops: the FLOPs of {fields[0]} count as 0 without its num_parameters; "
+            f"set {fields[0]}.num_parameters"
+        )
+
+
+def _find_whole_distribution(loss: Loss) -> str | None:
+    """The setting that needs more than the k likeliest tokens of the teacher."""
+    if loss.kind == "policy_gradient":
+        return "baseline = true" if loss.baseline else None
+    if loss.kind != "divergence" or not loss.needs_teacher:
+        return None
+    if loss.support.kind != "top_k":
+        return f"support.kind = {loss.support.kind!r}"
+    return None if loss.support.of == "teacher" else f"support.of = {loss.support.of!r}"
