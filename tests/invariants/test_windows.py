@@ -93,7 +93,7 @@ def test_samples_and_turns_have_the_log_probs_of_plain_passes(kind: str, continu
     script = (
         ({0: long, 1: long, 2: short, 3: other}, ()),
         ({0: (5, 6), 2: other, 3: (9,)}, ()),
-        ({1: short, 3: last, 0: (7,) * 9}, (3,)),
+        ({1: short, 3: last, 0: (7, 8) * 60}, (3,)),  # beyond the capacity at the start
     )
     for number, (turn, restarted) in enumerate(script):
         for row in restarted:
