@@ -1,4 +1,4 @@
-"""Whole steps of models with windows, sinks and soft caps: the update's gradient, and live hints."""
+"""Whole steps of models with windows, sinks, soft caps: the gradient of the update, live hints."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ hit. No sort, and no cumulative sums in memory.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +24,7 @@ from torch import Tensor
 BLOCK_POSITIONS = 64
 MAX_BLOCK_BYTES = 2**15
 SHARED_BLOCKS = 5.1
-"""Shared memory that a program takes, in blocks of keys, of which larger heads have fewer positions.
+"""Shared memory that a program takes, in blocks of keys; larger heads have fewer positions in one.
 Compiled for Hopper: 4.3 to 5.03, whatever the size of the heads."""
 MAX_SPLITS = 16
 TARGET_PROGRAMS = 512
@@ -134,7 +135,8 @@ def max_block_bytes(device: torch.device) -> int:
     """Of a block of keys: small GPUs have 99 KiB of shared memory for it, large ones 163 or 227."""
     size = MAX_BLOCK_BYTES
     if device.type == "cuda":
-        shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        properties: Any = torch.cuda.get_device_properties(device)
+        shared = properties.shared_memory_per_block_optin
         while size * SHARED_BLOCKS > shared:
             size //= 2
     return size
