@@ -23,7 +23,6 @@ from courtside.engines.patches.fused_layers import FusedLayers
 from courtside.engines.patches.onednn_prepack import prepack_linear_layers
 from courtside.engines.patches.patch import apply_patches
 from courtside.engines.row_states import StateLayout
-from courtside.errors import ModelError
 
 SINGLE_TOKENS = {"jamba", "mamba", "falcon_mamba", "minimax"}
 """Kinds whose passes over several tokens do not start from the state."""
@@ -172,7 +171,7 @@ def test_rows_are_joined_and_split_without_loss() -> None:
         assert all(map(torch.equal, copied.tensors, state.tensors))
 
 
-def test_unknown_states_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_unknown_states_are_not_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = LocalEngine(make_hybrid("lfm2"), tiny_tokenizer(), name="model-x")
     init = StateLayout.__init__
 
@@ -181,9 +180,13 @@ def test_unknown_states_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
         init(self, cache)
 
     monkeypatch.setattr(StateLayout, "__init__", add_state)
-    request = SampleRequest(prompt_ids=(3, 4), seed=0)
-    with pytest.raises(ModelError, match=r"model-x \(lfm2\) cannot sample.*router_states"):
-        engine.sample([request], Sampling(max_new_tokens=2))
+    requests = [SampleRequest(prompt_ids=(3, 4) * n, seed=n) for n in (1, 4)]
+    samples = engine.sample(requests, Sampling(max_new_tokens=5))
+    assert engine.decode_path[0] == "separate_rows"
+    for request, sample in zip(requests, samples, strict=True):
+        ids = request.prompt_ids + sample.token_ids
+        expected_T = plain_logp(engine.model, ids)[len(request.prompt_ids) - 1 :]
+        torch.testing.assert_close(torch.tensor(sample.logp), expected_T, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_mamba", "zamba2", "kimi_linear"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.hybrids import make_hybrid
+from support.model_kinds import ModelKind, build_model
 from support.tiny_model import tiny_model
 
 from courtside.errors import ModelError
@@ -30,6 +31,15 @@ def test_layers_whose_weight_is_read_by_others(kind: str, expected: set[str]) ->
     assert {name.rsplit(".")[-1] for name in names} == expected
     assert all(".mixer." in name or ".mamba." in name for name in names)
     assert find_bare_layers(tiny_model()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("phimoe", {"router"}), ("gemma3n_text", {"correction_coefs"}), ("mixtral", set())],
+)
+def test_layers_that_are_linear_by_their_class_alone(kind: str, expected: set[str]) -> None:
+    names = find_bare_layers(build_model(ModelKind(model_type=kind)))
+    assert {name.rsplit(".")[-1] for name in names} == expected
 
 
 def test_all_linear_leaves_them_out_and_a_list_may_not_name_them(tmp_path: Path) -> None:

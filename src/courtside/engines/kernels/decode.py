@@ -208,7 +208,7 @@ def _sum_blocks(logits, maxima, totals, scale, vocab_size, row_stride, num_block
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * row_stride + at, mask=at < vocab_size, other=-1.0e30)
     x = x.to(tl.float32) * scale
-    maximum = tl.max(x, 0)
+    maximum = tl.maximum(tl.max(x, 0), -1.0e30)  # all of the block may be excluded, by −inf
     total = tl.sum(tl.where(at < vocab_size, tl.exp(x - maximum), 0.0), 0)
     tl.store(maxima + row * num_blocks + block, maximum)
     tl.store(totals + row * num_blocks + block, total)
