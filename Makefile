@@ -13,7 +13,7 @@ VERSION_TESTS := tests/unit/engines tests/unit/training tests/unit/chat tests/un
 	tests/invariants/test_tree_scoring.py tests/invariants/test_packed_update.py \
 	tests/invariants/test_update.py tests/invariants/test_live_hints.py
 
-.PHONY: help demo test check bench docs mutants versions
+.PHONY: help demo test check bench docs models mutants versions
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test     all checks and tests"
 	@echo "make check    lint, format, types, imports, generated reference and pictures"
 	@echo "make docs     write docs/reference, the pictures and measured numbers again"
+	@echo "make models   every causal LM of transformers, run small: right or refused? (minutes)"
 	@echo "make mutants  break each formula on purpose: do the tests notice? (minutes)"
 	@echo "make versions tests with the oldest and the newest torch, transformers and PEFT (an hour)"
 	@echo "make bench    ratios on this CPU against TRL, plain logits, generate and the floor (minutes)"
@@ -29,7 +30,7 @@ demo: .venv/.ready
 	$(BIN)/courtside train $(RECIPE)
 
 test: check .venv-vllm/.ready .venv-transformers4/.ready
-	$(BIN)/pytest --durations=10
+	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --durations=10
 
 check: .venv/.ready
 	$(BIN)/ruff check .
@@ -39,13 +40,18 @@ check: .venv/.ready
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/pictures.py --check
 	$(BIN)/python scripts/result_numbers.py --check
+	$(BIN)/python scripts/planned_sizes.py --check
 	$(BIN)/python scripts/check_names.py
 
 docs: .venv/.ready
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/pictures.py
 	$(BIN)/python scripts/result_numbers.py
+	$(BIN)/python scripts/planned_sizes.py
 	$(BIN)/python scripts/template_table.py
+
+models: .venv/.ready
+	$(BIN)/python scripts/models.py
 
 mutants: .venv/.ready
 	$(BIN)/python tests/numerics/mutants.py

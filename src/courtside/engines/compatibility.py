@@ -40,7 +40,7 @@ def refuse_old_versions() -> None:
             oldest = format_release(tested.oldest)
             raise ModelError(
                 f"{tested.package} {installed} is installed, and courtside needs {oldest} or "
-                "newer: its tests run with no older one. Bring it up to date with pip install -e ."
+                "newer: its tests run with no older one. To update it: pip install -e ."
             )
 
 

@@ -25,6 +25,7 @@ from torch import nn
 
 from courtside.engines.builtin_model import BUILTIN_MODEL, locate_builtin_model
 from courtside.engines.precision import average_in_place
+from courtside.engines.rope import find_original_length, find_rope_types
 from courtside.errors import ModelError
 from courtside.recipe.builtin import find_adapter_folder
 
@@ -227,7 +228,9 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     return _load(AutoConfig, name, trust_remote_code=trust_remote_code)
 
 
-def load_settings(name: str, *, trust_remote_code: bool = False) -> ModelSettings:
+def load_settings(
+    name: str, *, trust_remote_code: bool = False, context_length: int | None = None
+) -> ModelSettings:
     from transformers import GenerationConfig
 
     config = load_config(name, trust_remote_code=trust_remote_code)
@@ -236,14 +239,37 @@ def load_settings(name: str, *, trust_remote_code: bool = False) -> ModelSetting
     except OSError:  # most folders have none; so does `from_pretrained` of a model then
         generation = GenerationConfig.from_model_config(config)
     return ModelSettings(
-        context_length=find_context_length(config),
+        context_length=find_context_length(config, context_length),
         hidden_size=getattr(config.get_text_config(), "hidden_size", None),
         generation_config=generation,
     )
 
 
-def find_context_length(config: Any) -> int:
-    return int(getattr(config.get_text_config(), "max_position_embeddings", 2**31))
+def expose_base_model(model: Any) -> None:
+    """Some classes name another module as their base than the one that they have: `base_model` is
+    then the model itself."""
+    inner = getattr(model, "model", None)
+    if model.base_model is model and isinstance(inner, nn.Module):
+        model.base_model_prefix = "model"
+
+
+def find_context_length(config: Any, requested: int | None = None) -> int:
+    """Tokens of the longest sequence. Unless more is `requested`, a model whose RoPE factors depend
+    on the length takes those that it was first trained with."""
+    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 0)
+    longest = longest if longest > 0 else 2**31  # XLNet has −1 for no limit
+    # Doge masks dynamically once a sequence is longer: its last tokens change its first ones.
+    longest = min(longest, getattr(config.get_text_config(), "keep_window_size", None) or longest)
+    original = find_original_length(config)
+    if requested is None:
+        return longest if original is None else min(longest, original)
+    scales = "dynamic" in find_rope_types(config)  # beyond the positions of its config
+    if requested > longest and not scales:
+        raise ModelError(
+            f"context_length = {requested:,}: the model has {longest:,} positions "
+            "(max_position_embeddings). Use at most that many"
+        )
+    return requested
 
 
 def find_eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:

@@ -112,17 +112,12 @@ def test_probes_see_windows_of_any_size_and_leave_them_as_they_were() -> None:
     assert str(probe_packing(model)).startswith("on a small example")
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),
     [
         ("bloom", {"n_head": 4, "n_layer": 2}, "no position ids"),
         ("llama4_text", {"num_local_experts": 2, "head_dim": 8, "attention_chunk_size": 8},
          "'chunked_attention'"),
-        ("phi3", {"sliding_window": None, "rope_parameters": LONGROPE}, "'longrope'"),
         ("gpt_neo", {"num_layers": 2, "num_heads": 4, "window_size": 5, "num_hidden_layers": 2,
                      "attention_types": [[["global", "local"], 1]]}, "window_size"),
         ("llama", {"attn_implementation": "flex_attention"}, "'flex_attention'"),
