@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -40,11 +41,14 @@ def train(
 
     A pipeline (a TOML file with [[stages]], or `load_pipeline`'s) runs its stages one after the
     other, each into `stages/01-NAME` of the folder, and the last stage's run folder is returned.
+
+    In processes that torchrun started, all of them call it, and train one student together.
     """
     from courtside.pipeline.runner import run_pipeline
+    from courtside.ranks import connect, was_launched
     from courtside.recipe.builtin import find_recipe
     from courtside.recipe.pipeline import Pipeline, is_pipeline, load_pipeline
-    from courtside.report.console import choose_console
+    from courtside.report.console import RunConsole, choose_console
     from courtside.train_run import train_run
 
     if not isinstance(recipe, Pipeline):
@@ -56,8 +60,16 @@ def train(
     if isinstance(recipe, str | Path) and is_pipeline(find_recipe(str(recipe))):
         recipe = load_pipeline(recipe)
     if isinstance(recipe, Pipeline):
+        if was_launched():
+            raise UserError(
+                "a pipeline trains its stages with one process each. Start it without torchrun "
+                "and --nproc, or train a single recipe"
+            )
         return run_pipeline(recipe, path, console)
-    return train_run(_load(recipe), path, console)
+    recipe = _load(recipe)
+    timeout = timedelta(minutes=recipe.sharding.timeout_minutes)
+    ranks = connect(device=recipe.student.device, timeout=timeout)
+    return train_run(recipe, path, console if ranks.is_leader else RunConsole(), ranks=ranks)
 
 
 def write_report(run: str | Path) -> Path:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from courtside.run import Run
 from courtside.runtime import Runtime
 
+if TYPE_CHECKING:
+    from courtside.follower import Follower
 
-def train_loop(parts: Runtime, run: Run) -> None:
+
+def train_loop(parts: Runtime, run: Run | Follower) -> None:
     """The student samples, the teacher scores the same tokens, the student is updated."""
     with run.handle_exit():
         for step in run.remaining_steps():
             train_step(parts, run, step)
 
 
-def train_step(parts: Runtime, run: Run, step: int) -> None:
+def train_step(parts: Runtime, run: Run | Follower, step: int) -> None:
     """A function of its own, so that a teacher's hidden states, as large as the batch, are freed
     before the next step."""
     tasks = parts.tasks.batch(step, parts.recipe.train.prompts_per_step)

@@ -27,6 +27,7 @@ from courtside.errors import (
 from courtside.evaluate.comparisons import compare_evaluations
 from courtside.evaluate.evaluator import GradedAnswers
 from courtside.interrupts import StopSignal, handle_signals, signal_name
+from courtside.rank_messages import End, Evaluate, RankStep, Save, Step, add_rank_steps
 from courtside.report.alarms import (
     MIN_FIRST_SHIFT,
     NUM_COMPARED,
@@ -46,7 +47,8 @@ from courtside.run_evaluation import RunEvaluation, describe_evaluation
 from courtside.runtime import Runtime
 from courtside.teacher.judging import judge_hints
 from courtside.training import checkpoints
-from courtside.types import Scored, Update
+from courtside.training.shards import copy_into
+from courtside.types import Scored, Split, Update
 
 INTERRUPTIBLE_PHASES = ("rollout", "drafts", "reader", "teacher", "evaluate")
 """In these the student's weights are those of the last whole step."""
@@ -55,7 +57,7 @@ INTERRUPTIBLE_PHASES = ("rollout", "drafts", "reader", "teacher", "evaluate")
 class Run:
     def __init__(self, parts: Runtime, folder: RunFolder, console: RunConsole):
         self.parts, self.folder, self.console = parts, folder, console
-        self.recipe = parts.recipe
+        self.recipe, self.ranks = parts.recipe, parts.ranks
         self.alarms = RunAlarms(folder, console)
         self.evaluation = RunEvaluation(parts, folder, console, self.alarms)
         self.meter = CostMeter()
@@ -71,6 +73,7 @@ class Run:
         console.watch(parts.progress)
         self.interrupted_by: int | None = None
         """The number of a signal that asked the run to stop."""
+        self._stopped_by: int | None = None
         self._rates: list[float] = []
         """Tokens per second of this process's steps."""
         self._resume()
@@ -103,7 +106,7 @@ class Run:
         `remaining_steps` could not: an error in the body of a `for` never reaches its generator.
         """
         try:
-            with handle_signals(self._handle_signal):
+            with handle_signals(self._handle_signal), self.ranks.share_failures():
                 yield
         except StopSignal as stop:
             self._save_and_stop(stop.number)
@@ -128,6 +131,7 @@ class Run:
             for tracker in self.trackers:
                 tracker.close()
             self.console.finish()
+            self.ranks.end(End(stopped_by=self._stopped_by))
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to do. Evaluates before the first; `record` does after each."""
@@ -144,6 +148,7 @@ class Run:
         self._evaluate_if_due()
         while not self.is_finished:
             self._stop_if_interrupted()
+            self.ranks.exchange(Step(number=self.num_steps))
             yield self.num_steps
 
     @contextmanager
@@ -165,7 +170,7 @@ class Run:
         except NotFiniteError as error:
             file = self.folder.path / "failed" / f"step-{step:06d}.parquet"
             file.parent.mkdir(exist_ok=True)
-            write_trajectories(file, scored, {})
+            write_trajectories(file, self.parts.student.batch or scored, {})
             raise NotFiniteError(
                 f"{error}. Its batch is in {file}. The last checkpoint is from step "
                 f"{self._last_saved()}. Look for a log-probability of -inf there; a lower "
@@ -180,6 +185,7 @@ class Run:
         reader_counts: Mapping[str, int],
         drafts: DraftOutcome,
     ) -> None:
+        scored, reader_counts, drafts = self._gather_step(scored, reader_counts, drafts)
         if update.teacher_logp:  # the update scored hints
             scored = judge_hints(scored, update)
         if not any(update.num_tokens.values()):
@@ -229,6 +235,24 @@ class Run:
             self._save()  # before the evaluation, which may take long
         self._evaluate_if_due()
 
+    def _gather_step(
+        self, scored: Sequence[Scored], reader_counts: Mapping[str, int], drafts: DraftOutcome
+    ) -> tuple[Sequence[Scored], Mapping[str, int], DraftOutcome]:
+        """What all ranks did in this step; a signal to any of them stops the run."""
+        if self.ranks.size == 1:
+            return scored, reader_counts, drafts
+        outcomes: list[RankStep] = self.ranks.exchange(
+            RankStep(
+                reader_counts=reader_counts,
+                draft_counts=drafts.counts,
+                draft_usage=drafts.usage,
+                interrupted_by=self.interrupted_by,
+            )
+        )
+        signals = [outcome.interrupted_by for outcome in outcomes]
+        self.interrupted_by = next((number for number in signals if number is not None), None)
+        return self.parts.student.batch, *add_rank_steps(outcomes)
+
     def _note_slowdown(self, row: Mapping[str, Any]) -> None:
         self._rates.append(row.get("tokens_per_second") or 0.0)
         if self.parts.student.weights.device.type == "cpu":
@@ -246,21 +270,16 @@ class Run:
         if self._last_saved() == self.num_steps:
             return
         with self.phase("checkpoint"):
-            student = self.parts.student
-            optimizer = checkpoints.optimizer_tensors(student.optimizer, student.weights.trained)
-            checkpoints.save(
-                self.folder.checkpoints,
-                self.num_steps,
-                {**model_tensors(self.parts), "optimizer": optimizer},
-                keep=self.recipe.run.keep_checkpoints,
-            )
+            folder = self.folder.checkpoints
+            self.ranks.exchange(Save(folder=folder, num_steps=self.num_steps))
+            with self.ranks.share_failures():
+                save_checkpoint(self.parts, folder, self.num_steps)
 
     def _resume(self) -> None:
         path = checkpoints.latest(self.folder.checkpoints)
+        self.ranks.exchange(path)
         if path is not None:
-            saved = checkpoints.load(path)
-            restore(self.parts, saved)
-            self.num_steps = saved.num_steps
+            self.num_steps = restore_from(self.parts, path)
         checkpoints.tidy(self.folder.checkpoints, keep=self.recipe.run.keep_checkpoints)
         self.folder.rewind(self.num_steps)
         self.meter.restore(self.folder.read_costs())  # also of steps that are now done again
@@ -280,7 +299,7 @@ class Run:
             self._stop_if_interrupted()
             try:
                 with self.phase("evaluate"):
-                    results = self.evaluation.measure(remaining, split, step=self.num_steps)
+                    results = self._measure(remaining, split)
             except Exception as error:  # whatever fails after training must not cost the report
                 if not self.is_finished:
                     raise
@@ -289,6 +308,11 @@ class Run:
                 continue
             for answers in results:
                 self._record_evaluation(answers)
+
+    def _measure(self, policies: Sequence[str], split: Split) -> list[GradedAnswers]:
+        self.ranks.exchange(Evaluate(policies=tuple(policies), split=split, step=self.num_steps))
+        with self.ranks.share_failures():
+            return self.evaluation.measure(policies, split, step=self.num_steps)
 
     def _record_evaluation(self, answers: GradedAnswers) -> None:
         evaluation, trajectories = answers
@@ -307,7 +331,8 @@ class Run:
         """Stop at once where no weight is being changed; Ctrl-C lets a step's samples be used."""
         self.interrupted_by = number
         phase = self.meter.current_phase
-        if phase == "evaluate" or (number != signal.SIGINT and phase in INTERRUPTIBLE_PHASES):
+        stops_now = number != signal.SIGINT and phase in INTERRUPTIBLE_PHASES
+        if (stops_now or phase == "evaluate") and not self.ranks.is_exchanging:
             raise StopSignal(number)
         if number == signal.SIGINT:
             self.console.print_line("stopping after this step; press Ctrl-C again to stop at once")
@@ -317,6 +342,7 @@ class Run:
             self._save_and_stop(self.interrupted_by)
 
     def _save_and_stop(self, number: int) -> NoReturn:
+        self._stopped_by = number
         if self.num_steps == 0:
             raise Interrupted(
                 f"stopped by {signal_name(number)} before the first step; nothing was trained. "
@@ -342,6 +368,28 @@ def model_tensors(parts: Runtime) -> dict[str, dict[str, Any]]:
     return {"weights": weights, **averages}
 
 
+def save_checkpoint(parts: Runtime, folder: Path, num_steps: int) -> None:
+    """All ranks call it, and each writes its shards."""
+    student = parts.student
+    optimizer = checkpoints.optimizer_tensors(student.optimizer, student.weights.trained)
+    checkpoints.save(
+        folder,
+        num_steps,
+        {**model_tensors(parts), "optimizer": optimizer},
+        keep=parts.recipe.run.keep_checkpoints,
+        ranks=parts.ranks,
+    )
+
+
+def restore_from(parts: Runtime, path: Path) -> int:
+    """Restore a checkpoint on every rank; returns its number of steps."""
+    saved = checkpoints.load(path, lazily=parts.ranks.is_sharded)
+    parts.ranks.exchange(None)  # all have read it: from here on they wait for each other's tensors
+    with parts.ranks.work_apart():
+        restore(parts, saved)
+    return saved.num_steps
+
+
 def restore(parts: Runtime, saved: checkpoints.Checkpoint) -> None:
     """Copy a checkpoint's weights, optimizer state and moving averages into the parts."""
     for name, tensors in model_tensors(parts).items():
@@ -349,13 +397,14 @@ def restore(parts: Runtime, saved: checkpoints.Checkpoint) -> None:
     student = parts.student
     trained = student.weights.trained
     checkpoints.restore_optimizer(student.optimizer, trained, saved.tensors["optimizer"])
+    student.weights.publish()
     parts.engine.load_weights(saved.num_steps)
 
 
 def copy_tensors(tensors: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     assert tensors.keys() == saved.keys(), "the recipe decides the names, and it is the same"
     for name, tensor in tensors.items():
-        tensor.copy_(saved[name])
+        copy_into(tensor, saved[name])
 
 
 def _file_name(label: str) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from courtside.errors import UserError
 from courtside.evaluate.collateral import measure_collateral
 from courtside.evaluate.episodes import logp_drop
-from courtside.evaluate.evaluator import GradedAnswers
+from courtside.evaluate.evaluator import Evaluator, GradedAnswers
 from courtside.report.alarms import RunAlarms
 from courtside.report.console import RunConsole
 from courtside.report.folder.folder import RunFolder
@@ -45,10 +45,7 @@ class RunEvaluation:
         return remaining
 
     def measure(self, policies: Sequence[str], split: Split, *, step: int) -> list[GradedAnswers]:
-        evaluator = self.parts.evaluator
-        if policies == ["teacher"]:
-            return [evaluator.evaluate(split, step=step, policy="teacher")]
-        results = evaluator.evaluate_suites(split, policies, step=step)
+        results = measure_policies(self.parts.evaluator, policies, split, step=step)
         if step > 0 and split == "test" and "student" in results:
             answers = results["student"]
             metrics = {**answers.evaluation.metrics, **self._measure_changes(answers.evaluation)}
@@ -62,7 +59,11 @@ class RunEvaluation:
         test tasks after the last step. Whatever cannot be measured must not cost the evaluation."""
         measures: dict[str, Callable[[Sequence[Trajectory]], dict[str, float]]] = {}
         if self.recipe.tasks.is_environment:
-            measures["logp_drop"] = partial(logp_drop, engine=self.parts.engine)
+            measures["logp_drop"] = partial(
+                logp_drop,
+                engine=self.parts.engine,
+                load_untrained=self.parts.load_untrained,
+            )
         if self.recipe.evaluate.collateral:
             measures["collateral"] = partial(
                 measure_collateral,
@@ -79,6 +80,15 @@ class RunEvaluation:
             except (UserError, RuntimeError) as error:  # as too little memory is
                 self.alarms.report_unmeasured(name, error, step=evaluation.step)
         return metrics
+
+
+def measure_policies(
+    evaluator: Evaluator, policies: Sequence[str], split: Split, *, step: int
+) -> dict[str, GradedAnswers]:
+    """What all ranks do together; the leader records it."""
+    if list(policies) == ["teacher"]:
+        return {"teacher": evaluator.evaluate(split, step=step, policy="teacher")}
+    return evaluator.evaluate_suites(split, policies, step=step)
 
 
 def describe_evaluation(evaluation: Evaluation) -> str:

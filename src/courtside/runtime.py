@@ -11,6 +11,7 @@ from courtside.drafts.base import DraftStage
 from courtside.engines.base import Engine, InProcessEngine
 from courtside.evaluate.evaluator import Evaluator
 from courtside.progress import ProgressMeter
+from courtside.ranks import Ranks
 from courtside.reader.base import Reader
 from courtside.recipe import Recipe
 from courtside.tasks.base import TaskSource
@@ -47,6 +48,7 @@ class Runtime:
     """Moving averages of teachers, by the teacher's name: part of every checkpoint."""
     teacher_sizes: Mapping[str, int]
     """Parameters of each teacher, by its name."""
+    ranks: Ranks
     progress: ProgressMeter
     """Counts answers, episodes and tokens of the phase that is running."""
     reader_is_student: bool

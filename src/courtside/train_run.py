@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from courtside.assemble import assemble
 from courtside.errors import RecipeError, UserError
+from courtside.follower import Follower
 from courtside.loop import train_loop
+from courtside.ranks import ALONE, Ranks
 from courtside.recipe import Recipe
 from courtside.report.console import RunConsole
 from courtside.report.folder import toml
@@ -25,28 +28,53 @@ from courtside.training import checkpoints
 
 
 def train_run(
-    recipe: Recipe, path: Path, console: RunConsole, *, num_threads: int | None = None
+    recipe: Recipe,
+    path: Path,
+    console: RunConsole,
+    *,
+    num_threads: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> RunFolder:
     """Train into the folder, or resume the run in it. Returns the folder, read-only.
 
     `num_threads`: those of a new run, as an earlier stage had; a resumed run takes its own.
+    `ranks`: the processes that train it together; all of them call this.
     """
+    with ExitStack() as stack:
+        run: Run | Follower
+        with ranks.share_failures():
+            if ranks.is_leader:
+                folder = stack.enter_context(_open_folder(recipe, path, console))
+                run = _make_run(folder, recipe, console, num_threads, ranks)
+            else:
+                threads = ranks.exchange(None)[0]
+                run = Follower(assemble(recipe, trains=True, num_threads=threads, ranks=ranks))
+        train_loop(run.parts, run)
+        if isinstance(run, Run):
+            run.write_report()
+    return RunFolder.read(path)
+
+
+def _open_folder(recipe: Recipe, path: Path, console: RunConsole) -> RunFolder:
     _discard_failed_start(path, recipe)
     if note := _check_resumable(path, recipe):
         console.print_line(note)
-    with RunFolder.open(path, recipe) as opened:
-        try:
-            console.phase("loading models")
-            threads = opened.environment().get("threads", num_threads)
-            parts = assemble(recipe, trains=True, num_threads=threads)
-            opened.record_threads(torch.get_num_threads())
-            run = Run(parts, opened, console)
-        except BaseException:
-            console.finish()  # else the loop does
-            raise
-        train_loop(parts, run)
-        run.write_report()
-    return RunFolder.read(path)
+    return RunFolder.open(path, recipe)
+
+
+def _make_run(
+    folder: RunFolder, recipe: Recipe, console: RunConsole, num_threads: int | None, ranks: Ranks
+) -> Run:
+    try:
+        console.phase("loading models")
+        threads = folder.environment().get("threads", num_threads)
+        ranks.exchange(threads)
+        parts = assemble(recipe, trains=True, num_threads=threads, ranks=ranks)
+        folder.record_threads(torch.get_num_threads())
+        return Run(parts, folder, console)
+    except BaseException:
+        console.finish()  # else the loop does
+        raise
 
 
 def _check_resumable(path: Path, recipe: Recipe) -> str | None:

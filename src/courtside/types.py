@@ -374,6 +374,15 @@ class Target:
     token_indices: tuple[int, ...] | None = None
     """Which completion tokens are scored, one row of the tensors each, in order; None: all."""
 
+    def to_record(self) -> Target:
+        """Without the distributions, which stay in the process that trains on them."""
+        return replace(
+            self,
+            logp_T=self.logp_T.cpu(),
+            wrong_logp_T=None if self.wrong_logp_T is None else self.wrong_logp_T.cpu(),
+            hidden_TD=None, wrong_hidden_TD=None, head=None, top_ids_TK=None, top_logp_TK=None,
+        )  # fmt: skip
+
     def without_turns(self, trajectory: Trajectory, turns: Collection[int]) -> Target | None:
         """The target of the other turns alone; None: there are none."""
         turn_of = trajectory.turn_of
@@ -438,6 +447,10 @@ class Scored:
     def harmful_turns(self) -> frozenset[int]:
         """Turns whose hints were measured before the update and dropped as harmful."""
         return frozenset(o.hint.turn for o in self.hints if o.drop_reason == "harmful")
+
+    def to_record(self) -> Scored:
+        target, reference = (t and t.to_record() for t in (self.target, self.reference))
+        return replace(self, target=target, reference=reference)
 
     @property
     def has_target(self) -> bool:

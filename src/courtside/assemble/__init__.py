@@ -14,6 +14,7 @@ from courtside.assemble.rollouts import (
     make_single_turn_rollout,
 )
 from courtside.assemble.servers import connect_servers, make_served_student
+from courtside.assemble.sharded import note_idle_ranks, refuse_sharded
 from courtside.assemble.takeovers import make_takeover
 from courtside.assemble.teachers import (
     Serve,
@@ -22,11 +23,13 @@ from courtside.assemble.teachers import (
     make_hint_trial,
 )
 from courtside.engines.base import Engine
+from courtside.engines.compatibility import describe_new_versions
 from courtside.engines.cpu.threads import choose_threads
 from courtside.engines.local import LocalEngine
 from courtside.errors import RecipeError
 from courtside.evaluate.evaluator import Evaluator, TaskSuite
 from courtside.progress import ProgressMeter
+from courtside.ranks import ALONE, Ranks
 from courtside.reader.base import Reader, propose_no_hints
 from courtside.reader.loading import make_reader
 from courtside.reader.model.client import StudentClient
@@ -34,6 +37,7 @@ from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, ModelReaderConfig
 from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.rewarded import RewardedRollout
+from courtside.rollout.shares import SharedRollout
 from courtside.runtime import Rollout, Runtime
 from courtside.tasks.graders import make_grader
 from courtside.training.student import Student
@@ -49,12 +53,16 @@ def assemble(
     trains: bool = False,
     serve: Serve = in_process,
     num_threads: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> Runtime:
     """`trains`: whether hints must be able to train, which an evaluation does not need. `serve`
     may put another engine in the place of those that sample and of model teachers. `num_threads`:
-    how many a resumed run had."""
+    how many a resumed run had. `ranks`: the processes that train it together."""
+    if ranks.is_sharded:
+        refuse_sharded(recipe, ranks)
     thread_note = choose_threads(num_threads)
     notes = [] if thread_note is None else [thread_note]
+    notes += describe_new_versions()
 
     inputs = load_inputs(recipe, trains=trains)
     notes += inputs.notes
@@ -63,7 +71,7 @@ def assemble(
 
     servers = connect_servers(recipe, inputs)
     progress = ProgressMeter()
-    models = load_models(recipe, inputs.tokenizer, progress)
+    models = load_models(recipe, inputs.tokenizer, progress, ranks)
     local = models.make_student_engine(models.weights, models.name)
     engine: Engine
     if servers.rollout is None:
@@ -76,7 +84,7 @@ def assemble(
             "student's after the first step. Use an engine with weight updates"
         )
     student = Student(
-        models.weights, recipe,
+        models.trainer, recipe, ranks=ranks,
         vocab_size=models.vocab_size, pad_id=local.pad_id, progress=progress,
     )  # fmt: skip
 
@@ -117,6 +125,10 @@ def assemble(
         )  # fmt: skip
     if inputs.rewards:
         rollout = RewardedRollout(rollout=rollout, rewards=inputs.rewards)
+    if ranks.is_sharded:
+        rollout = SharedRollout(rollout=rollout, ranks=ranks)
+        idle_note = note_idle_ranks(recipe, ranks)
+        notes += [] if idle_note is None else [idle_note]
     worlds = [s.environment for s in inputs.suites.values() if s.environment is not None]
     if episodes is None and worlds:
         episodes = make_episodes(recipe, worlds[0], engine, incremental, progress=progress)
@@ -164,7 +176,9 @@ def assemble(
             teacher=teacher.teacher,
             run_episodes=None if episodes is None else episodes.run_episodes,
             progress=progress,
+            ranks=ranks,
         ),
+        ranks=ranks,
         progress=progress,
         renderer=template,
         local_engine=local,

@@ -14,8 +14,9 @@ from courtside.engines.local import LocalEngine
 from courtside.engines.precision import quantize_linear_layers, resolve_dtype
 from courtside.errors import ModelError
 from courtside.progress import ProgressMeter
+from courtside.ranks import ALONE, Ranks
 from courtside.recipe import Recipe
-from courtside.recipe.teacher import ModelTeacherConfig
+from courtside.recipe.teacher import ModelTeacherConfig, SelfTeacherConfig
 from courtside.training.kv_budget import device_bytes, kv_cache_tokens
 from courtside.training.weights import StudentWeights
 
@@ -29,6 +30,9 @@ class Models:
     name: str
     """The student's."""
     weights: StudentWeights
+    """Those that sample and score, whole."""
+    trainer: StudentWeights
+    """Those that train: the same, or shards of them."""
     tokenizer: Any
     teachers: Mapping[ModelKey, tuple[Any, Any]]
     """Model and tokenizer of each teacher that is a model, loaded once for all of its routes."""
@@ -64,7 +68,9 @@ class Models:
         )
 
 
-def load_models(recipe: Recipe, tokenizer: Any, progress: ProgressMeter) -> Models:
+def load_models(
+    recipe: Recipe, tokenizer: Any, progress: ProgressMeter, ranks: Ranks = ALONE
+) -> Models:
     """`tokenizer`: the student's."""
     name = recipe.student.model
     weights = StudentWeights(recipe.student, seed=recipe.seed)
@@ -75,9 +81,22 @@ def load_models(recipe: Recipe, tokenizer: Any, progress: ProgressMeter) -> Mode
     vocab_size = _common_vocab_size(name, weights.model, tokenizer, teachers)
     teacher_models = [model for model, _ in teachers.values()]
     total = device_bytes(weights.device)
+    trainer = weights
+    if ranks.is_sharded:
+        from courtside.training.sharding import ShardedWeights
+
+        ranks.exchange(None)  # all have loaded: from here on they wait for each other's tensors
+        with ranks.work_apart():
+            trainer = ShardedWeights(
+                weights,
+                ranks,
+                reshards=recipe.sharding.reshard_after_forward,
+                casts_sampler=not _averages_weights(recipe),
+            )
     return Models(
         name=name,
         weights=weights,
+        trainer=trainer,
         tokenizer=tokenizer,
         teachers=teachers,
         vocab_size=vocab_size,
@@ -91,6 +110,11 @@ def load_untrained_student(recipe: Recipe, models: Models) -> LocalEngine:
     weights = StudentWeights(recipe.student, seed=recipe.seed)
     weights.model.eval().requires_grad_(False)
     return models.make_student_engine(weights, "untrained")
+
+
+def _averages_weights(recipe: Recipe) -> bool:
+    teachers = (t for t in recipe.model_teachers if isinstance(t, SelfTeacherConfig))
+    return any(teacher.weights == "ema" for teacher in teachers)
 
 
 def key_of(config: ModelTeacherConfig) -> ModelKey:

@@ -165,6 +165,8 @@ class TeacherFactory:
 def find_reason_to_score_first(recipe: Recipe, student: Student, local: LocalEngine) -> str | None:
     """Why hints are scored before the update; None: the update scores them in its own pass."""
     teacher, hints = recipe.teacher, recipe.hints
+    if student.ranks.is_sharded:
+        return "the student is sharded over processes"
     if not isinstance(teacher, SelfTeacherConfig) or teacher.weights != "live":
         return "the teacher is not the live student"
     if hints.min_shift is not None:

@@ -23,6 +23,7 @@ from courtside.cli.plan import plan
 from courtside.cli.serve import serve
 from courtside.errors import GateFailedError, Interrupted, RunError, UserError
 from courtside.interrupts import StopSignal
+from courtside.ranks import should_report
 
 
 class CommandGroup(TyperGroup):
@@ -30,16 +31,17 @@ class CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            print_error(str(error))
+            report_error(error)
             raise typer.Exit(2) from None
         except Interrupted as stopped:
-            typer.secho(str(stopped), err=True)
+            if should_report(stopped):
+                typer.secho(str(stopped), err=True)
             raise typer.Exit(128 + stopped.signal_number) from None
         except GateFailedError as error:
-            print_error(str(error))
+            report_error(error)
             raise typer.Exit(3) from None
         except RunError as error:
-            print_error(str(error))
+            report_error(error)
             raise typer.Exit(1) from None
         except OSError as error:
             if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
@@ -47,11 +49,19 @@ class CommandGroup(TyperGroup):
             print_error(f"{str(error.filename)[:100]}: {error.strerror}. Give another path")
             raise typer.Exit(2) from None
         except StopSignal as stopped:
-            typer.secho(str(stopped), err=True)
+            if should_report(stopped):
+                typer.secho(str(stopped), err=True)
             raise typer.Exit(128 + stopped.number) from None
-        except KeyboardInterrupt:
-            typer.secho("interrupted", err=True)
+        except KeyboardInterrupt as stopped:
+            if should_report(stopped):
+                typer.secho("interrupted", err=True)
             raise typer.Exit(130) from None
+
+
+def report_error(error: Exception) -> None:
+    """Once, however many processes raise it."""
+    if should_report(error):
+        print_error(str(error))
 
 
 def print_error(message: str) -> None:

@@ -44,11 +44,22 @@ def train(
             help="The run folder. Unset: runs/NAME-OF-THE-RECIPE.",
         ),
     ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc",
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="Train one student in N processes of this machine, one for each GPU. Unset: one "
+            "process, without sharding; or those of torchrun.",
+        ),
+    ] = None,
 ) -> None:
     """Train a student, or run a pipeline of stages.
 
-    The same command resumes what was interrupted. Overrides of a pipeline name the stage:
-    stages.NAME.train.steps=10. Exit code 3: a gate of the pipeline failed.
+    The same command resumes what was interrupted, also with another --nproc. Overrides of a
+    pipeline name the stage: stages.NAME.train.steps=10. Exit code 3: a gate of the pipeline failed.
     """
     from courtside.recipe.builtin import default_run_folder, find_recipe
     from courtside.recipe.load import load_recipe
@@ -60,10 +71,27 @@ def train(
     load = load_pipeline if has_stages else load_recipe
     parsed = load(file, overrides or ())
 
+    from courtside.ranks import should_report, was_launched
+
+    if nproc is not None:
+        from courtside.cli.launch import launch
+        from courtside.errors import UserError
+
+        if was_launched():
+            raise UserError(
+                "--nproc: torchrun has started this process already. Leave one of the two out"
+            )
+        arguments = ["train", recipe, *(overrides or ()), "--run", str(folder)]
+        if code := launch([sys.executable, "-m", "courtside", *arguments], nproc):
+            raise typer.Exit(code)
+        return
+
     from courtside import api
     from courtside.report.console import make_console
 
     done = api.train(parsed, folder, console=make_console(sys.stdout))
+    if not should_report():
+        return
     if has_stages:
         typer.echo(f"\nReport of all stages: {folder / 'report.html'} (open it in a browser)")
     typer.echo(f"\nReport: {done.path / 'report.html'} (open it in a browser)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -118,7 +119,7 @@ def find_lm_head(model: Any, *, vocab_size: int | None = None) -> LMHead:
         scale=scale,
     )
     probe = torch.arange(4, device=model.device)[None] % module.weight.shape[0]
-    with torch.no_grad():
+    with torch.no_grad(), _autocast_of(model):
         out = model.base_model(input_ids=probe, use_cache=False)
         expected_NV = model(input_ids=probe, use_cache=False).logits[0]
     hidden_ND = getattr(out, "last_hidden_state", None)
@@ -153,3 +154,14 @@ def _is_16bit(model: Any, logits_NV: Tensor) -> bool:
         return True
     is_tf32 = model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     return is_tf32 or any(p.dtype.itemsize < 4 for p in model.parameters())
+
+
+def _autocast_of(model: Any) -> AbstractContextManager[Any]:
+    """For a model whose linear weights have been cast ahead of autocast, beside float32
+    embeddings."""
+    embeddings = model.get_input_embeddings().weight
+    linear = next((m for m in model.base_model.modules() if isinstance(m, nn.Linear)), None)
+    dtype = embeddings.dtype if linear is None else linear.weight.dtype
+    if dtype not in (torch.bfloat16, torch.float16) or embeddings.dtype != torch.float32:
+        return nullcontext()
+    return torch.autocast(embeddings.device.type, dtype)

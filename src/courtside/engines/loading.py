@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import warnings
@@ -23,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from courtside.engines.builtin_model import BUILTIN_MODEL, locate_builtin_model
+from courtside.engines.precision import average_in_place
 from courtside.engines.rope import find_original_length, find_rope_types
 from courtside.errors import ModelError
 from courtside.recipe.builtin import find_adapter_folder
@@ -301,7 +303,9 @@ def _load(loader: Any, name: str, **options: Any) -> Any:
     _check_reachable(name, source)
     try:
         return loader.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+    except (
+        OSError, ValueError, KeyError, TypeError, SafetensorError, StrictDataclassError
+    ) as error:  # fmt: skip
         lines = [line.strip() for line in str(error).strip().splitlines()]
         reason = " ".join(lines[:2]) or type(error).__name__
         raise ModelError(
@@ -336,10 +340,15 @@ def _check_reachable(name: str, source: str) -> None:
 
 
 def _check_finite(model: Any, name: str) -> None:
+    """The bias of an LM head may exclude tokens with −inf, as padding of the vocabulary."""
+    head_bias = getattr(model.get_output_embeddings(), "bias", None)
     for key, parameter in model.named_parameters():
         if not parameter.is_floating_point() or not parameter.numel():
             continue  # quantized, or nothing
-        if not all(extreme.isfinite() for extreme in parameter.detach().aminmax()):
+        values = parameter.detach()
+        if parameter is head_bias:
+            values = values[values != -math.inf]
+        if not values.numel() or not all(extreme.isfinite() for extreme in values.aminmax()):
             raise ModelError(
                 f"model {name!r}: {key} holds NaN or infinite values. Its training diverged, or "
                 "its files are damaged: download or export it again"
@@ -372,7 +381,7 @@ def _average(
             "and size"
         )
     for key, tensor in tensors.items():
-        tensor.lerp_(other_tensors[key], weight)
+        average_in_place(tensor, other_tensors[key], weight)
 
 
 def _prune(model: Any, keep: tuple[int, ...]) -> None:

@@ -32,7 +32,8 @@ from courtside.engines.base import (
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, score_positions
 from courtside.engines.forward.state_branches import find_separate_reason, score_state_trees
-from courtside.engines.forward.state_passes import StatePasses, probe_state_passes
+from courtside.engines.forward.state_passes import StatePasses
+from courtside.engines.forward.state_probe import probe_state_passes
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_trees
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.cuda_graphs import CudaGraphs

@@ -79,6 +79,7 @@ def run_probe(
     compute_error: Callable[[], float],
     *,
     max_error: float = MAX_ERROR,
+    max_error_16bit: float = 0.05,
     shrinks_window: bool = True,
 ) -> str | None:
     """What is wrong with an example whose relative error is `compute_error()`; None: nothing.
@@ -94,7 +95,7 @@ def run_probe(
         raise
     except PROBE_ERRORS as e:
         return f"a small example fails ({type(e).__name__}: {e})"
-    if not error < (0.05 if is_16bit(model) else max_error):
+    if not error < (max_error_16bit if is_16bit(model) else max_error):
         return "on a small example its hidden states are not those of separate passes"
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from courtside.chat.messages import make_trajectory
@@ -13,6 +14,7 @@ from courtside.errors import RunError, TaskError
 from courtside.evaluate.episodes import episode_metrics
 from courtside.evaluate.intervals import mean_interval
 from courtside.progress import PhaseProgress, ProgressMeter
+from courtside.ranks import ALONE, Ranks
 from courtside.recipe import Recipe
 from courtside.recipe.teacher import CustomTeacherConfig
 from courtside.seeds import seed_for
@@ -72,7 +74,9 @@ class Evaluator:
         teacher: AnsweringTeacher | None,
         run_episodes: RunEpisodes | None,
         progress: ProgressMeter | None = None,
+        ranks: Ranks = ALONE,
     ):
+        self.ranks = ranks
         self.recipe, self.tasks, self.suites = recipe, tasks, suites
         self.engine, self.renderer = engine, renderer
         self.teacher = teacher
@@ -155,6 +159,21 @@ class Evaluator:
         return self._suite(policy).tasks.held_out(split, num_tasks)
 
     def _play(self, attempts: Sequence[Attempt], step: int) -> list[Trajectory]:
+        return self._share(attempts, partial(self._play_here, step=step))
+
+    def _share(
+        self,
+        attempts: Sequence[Attempt],
+        answer: Callable[[Sequence[Attempt]], list[Trajectory]],
+    ) -> list[Trajectory]:
+        """Each rank answers some; all have all answers."""
+        if self.ranks.size == 1:
+            return answer(attempts)
+        answers = self.ranks.gather_lists(answer(attempts[self.ranks.rank :: self.ranks.size]))
+        by_id = {trajectory.id: trajectory for trajectory in answers}
+        return [by_id[attempt.id] for attempt in attempts]
+
+    def _play_here(self, attempts: Sequence[Attempt], step: int) -> list[Trajectory]:
         single_turns = [a for a in attempts if a.suite.environment is None]
         requests = [
             EpisodeRequest(id=a.id, task=a.task, seed=a.seed, start=a.suite.environment.start)
@@ -193,7 +212,8 @@ class Evaluator:
 
     def _sample_teacher(self, attempts: Sequence[Attempt]) -> list[Trajectory]:
         assert self.teacher is not None
-        return self._sample(attempts, self.teacher.write, policy_version=None)
+        write = self.teacher.write
+        return self._share(attempts, lambda part: self._sample(part, write, policy_version=None))
 
     def _sample(
         self,

@@ -17,6 +17,7 @@ from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, Rea
 from courtside.recipe.rewards import Reward
 from courtside.recipe.rollout import RolloutConfig
 from courtside.recipe.run import RunConfig
+from courtside.recipe.sharding import ShardingConfig
 from courtside.recipe.student import StudentConfig
 from courtside.recipe.takeover import TakeoverConfig
 from courtside.recipe.tasks import TasksConfig, override_tasks
@@ -49,6 +50,7 @@ class Recipe(Section):
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     run: RunConfig = RunConfig()
+    sharding: ShardingConfig = ShardingConfig()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ from courtside.environments.guard import (
 )
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
+from courtside.rollout.shares import index_tasks
 from courtside.rollout.single_turn import make_sampling
 from courtside.sanitize import truncate
 from courtside.seeds import seed_for, trajectory_id
@@ -72,7 +73,7 @@ class EpisodeRollout:
         return replace(self, engine=engine, context_length=context_length)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        return sorted(self.sample(dict(enumerate(tasks)), step), key=lambda t: t.id)
+        return sorted(self.sample(index_tasks(tasks), step), key=lambda t: t.id)
 
     def sample(self, tasks: Mapping[int, Task], step: int) -> list[Trajectory]:
         """`tasks`: by their index in the batch, which ids and seeds follow."""

@@ -12,6 +12,7 @@ from courtside.engines.mixed_sampling import MixedRequest, MixedSample
 from courtside.progress import PhaseProgress
 from courtside.recipe.rollout import MixedSamplingConfig
 from courtside.rollout.continuations import SamplingTeacher
+from courtside.rollout.shares import index_tasks
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import Task, Trajectory
@@ -29,7 +30,7 @@ class MixedSamplingRollout:
     sample_mixed: SampleMixed
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        return sorted(self.sample(dict(enumerate(tasks)), step), key=lambda t: t.id)
+        return sorted(self.sample(index_tasks(tasks), step), key=lambda t: t.id)
 
     def sample(self, tasks: Mapping[int, Task], step: int) -> list[Trajectory]:
         """`tasks`: by their index in the batch, which ids and seeds follow."""

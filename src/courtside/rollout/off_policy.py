@@ -20,6 +20,7 @@ from courtside.engines.base import Sampling
 from courtside.errors import TaskError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe.rollout import RolloutConfig
+from courtside.rollout.shares import batch_size, index_tasks
 from courtside.rollout.single_turn import make_sampling
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import Grade, Message, Sample, Task, Trajectory
@@ -47,11 +48,11 @@ class MixedRollout:
     seed: int
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        order = list(range(len(tasks)))
+        order, present = list(range(batch_size(tasks))), index_tasks(tasks)
         random.Random(seed_for(self.seed, "share", step)).shuffle(order)
-        num_student = round(self.config.student_fraction_at(step) * len(tasks))
+        num_student = round(self.config.student_fraction_at(step) * len(order))
         by_student, by_source = (
-            {index: tasks[index] for index in sorted(part)}
+            {index: present[index] for index in sorted(part) if index in present}
             for part in (order[:num_student], order[num_student:])
         )
         trajectories = self.student.sample(by_student, step) + self.source(by_source, step)

@@ -13,6 +13,7 @@ from courtside.chat.chat_log_rendering import CallFormatter, trajectory_from_cha
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.messages import message_tree
 from courtside.errors import TaskError
+from courtside.rollout.shares import index_tasks
 from courtside.seeds import trajectory_id
 from courtside.types import Task, Trajectory, Turn
 
@@ -27,7 +28,10 @@ class ChatLogRollout:
     context_length: int
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        return [self.trajectory(t, trajectory_id(step, i, 0)) for i, t in enumerate(tasks)]
+        return [
+            self.trajectory(task, trajectory_id(step, index, 0))
+            for index, task in index_tasks(tasks).items()
+        ]
 
     def trajectory(self, task: Task, id: str) -> Trajectory:
         trajectory = self._render(task, id)
@@ -65,7 +69,10 @@ class DocumentRollout:
     temperature: float
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        return [self.trajectory(t, trajectory_id(step, i, 0)) for i, t in enumerate(tasks)]
+        return [
+            self.trajectory(task, trajectory_id(step, index, 0))
+            for index, task in index_tasks(tasks).items()
+        ]
 
     def trajectory(self, task: Task, id: str) -> Trajectory:
         ids = self.window(task.id)

@@ -10,6 +10,7 @@ from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, SampleRequest, Sampling
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe.rollout import RolloutConfig
+from courtside.rollout.shares import index_tasks
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import Grade, Task, Trajectory
 
@@ -38,7 +39,7 @@ class SingleTurnRollout:
         self.sampling = make_sampling(self.config)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        return sorted(self.sample(dict(enumerate(tasks)), step), key=lambda t: t.id)
+        return sorted(self.sample(index_tasks(tasks), step), key=lambda t: t.id)
 
     def sample(self, tasks: Mapping[int, Task], step: int) -> list[Trajectory]:
         """`tasks`: by their index in the batch, which ids and seeds follow."""

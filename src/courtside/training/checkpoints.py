@@ -3,6 +3,10 @@
 A checkpoint is written to a temporary folder, flushed to disk and renamed, so a run that is killed
 in the middle leaves the older ones intact. Every file's checksum is stored and verified on loading,
 that of `checkpoint.json` inside itself. Only safetensors and JSON are written or read.
+
+Several ranks write their own shards, side by side and at the same time: rows of each tensor, in the
+order of the ranks (`weights-00001-of-00002.safetensors`). Whoever loads a checkpoint gets whole
+tensors, so it resumes with any number of ranks.
 """
 
 from __future__ import annotations
@@ -12,19 +16,21 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from courtside.errors import CheckpointError, UserError
 from courtside.files import read_regular_file
+from courtside.ranks import ALONE, Ranks
 from courtside.training.optimizer import OffloadedAdamW
+from courtside.training.shards import is_sharded, local_rows, shard_like
 from courtside.types import SCHEMA_VERSION
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -32,6 +38,8 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 NAME = re.compile(r"step-(\d+)")
 """A checkpoint's folder; others, such as a user's renamed copy, are ignored."""
+PART = re.compile(r"-\d{5}-of-\d{5}$")
+"""What the file of one rank's shards has after its group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +49,21 @@ class Checkpoint:
     tensors: Tensors
 
 
-def save(folder: Path, num_steps: int, tensors: Tensors, *, keep: int) -> Path:
+def save(
+    folder: Path, num_steps: int, tensors: Tensors, *, keep: int, ranks: Ranks = ALONE
+) -> Path:
+    """All ranks call it, each with its shards; the leader publishes what they wrote."""
     target = folder / f"step-{num_steps:06d}"
     work = folder / f".writing-{num_steps:06d}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-        work.mkdir()
-        sums = {}
-        for group, group_tensors in tensors.items():
-            file = work / f"{group}.safetensors"
-            save_file(
-                {name: t.detach().contiguous().cpu() for name, t in group_tensors.items()}, file
-            )
-            _sync(file)
-            sums[file.name] = _checksum(file)
+        if ranks.is_leader:
+            folder.mkdir(parents=True, exist_ok=True)
+            _sweep(folder)
+            work.mkdir()
+        ranks.exchange(None)  # the folder is there
+        sums = ranks.gather_dicts(_write_files(work, tensors, ranks))
+        if not ranks.is_leader:
+            return target
         about: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "num_steps": num_steps}
         about |= {"sums": sums}
         about |= {"sum": _checksum_of_json(about)}
@@ -67,7 +75,8 @@ def save(folder: Path, num_steps: int, tensors: Tensors, *, keep: int) -> Path:
         _sync(folder)
         _prune(folder, keep)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(work, ignore_errors=True)
+        if ranks.size == 1:  # else the others may still write there, and the next save sweeps it
+            shutil.rmtree(work, ignore_errors=True)
         older = _all(folder)
         fallback = "There is no older checkpoint"
         if older:
@@ -77,6 +86,25 @@ def save(folder: Path, num_steps: int, tensors: Tensors, *, keep: int) -> Path:
             "folder writable, then run the same command again"
         ) from error
     return target
+
+
+def _write_files(work: Path, tensors: Tensors, ranks: Ranks) -> dict[str, str]:
+    """A file for each group; returns their checksums."""
+    sums = {}
+    suffix = "" if ranks.size == 1 else f"-{ranks.rank + 1:05d}-of-{ranks.size:05d}"
+    for group, group_tensors in tensors.items():
+        file = work / f"{group}{suffix}.safetensors"
+        save_file(
+            {
+                name: local_rows(tensor).detach().contiguous().cpu()
+                for name, tensor in group_tensors.items()
+                if ranks.is_leader or is_sharded(tensor)
+            },
+            file,
+        )
+        _sync(file)
+        sums[file.name] = _checksum(file)
+    return sums
 
 
 def tidy(folder: Path, *, keep: int) -> None:
@@ -106,7 +134,8 @@ def at(folder: Path, num_steps: int) -> Path:
     return path
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path, *, lazily: bool = False) -> Checkpoint:
+    """`lazily`: a tensor is read when it is asked for, and not held."""
     try:
         about = json.loads(read_regular_file(path / "checkpoint.json"))
         if about.pop("sum") != _checksum_of_json(about):
@@ -119,12 +148,38 @@ def load(path: Path) -> Checkpoint:
         for name, expected in about["sums"].items():
             if _checksum(path / name) != expected:
                 raise CheckpointError(_damaged(path, f"the checksum of {name} is wrong"))
-        tensors = {
-            name.removesuffix(".safetensors"): load_file(path / name) for name in about["sums"]
-        }
+        files: dict[str, list[Path]] = {}
+        for name in sorted(about["sums"]):  # shards in the order of the ranks
+            group = PART.sub("", name.removesuffix(".safetensors"))
+            files.setdefault(group, []).append(path / name)
+        tensors: Tensors = {group: WholeTensors(files[group]) for group in sorted(files)}
+        if not lazily:
+            tensors = {group: dict(whole.items()) for group, whole in tensors.items()}
     except (OSError, KeyError, ValueError, SafetensorError) as error:  # ValueError: not JSON
         raise CheckpointError(_damaged(path, f"{type(error).__name__}: {error}")) from error
     return Checkpoint(num_steps=about["num_steps"], tensors=tensors)
+
+
+class WholeTensors(Mapping[str, Tensor]):
+    """The tensors of one group, from a file or from the shards of several ranks."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = [safe_open(file, framework="pt") for file in files]
+        self._parts: dict[str, list[Any]] = {}
+        for file in self._files:
+            names: list[str] = file.keys()  # type: ignore[no-untyped-call]
+            for name in names:
+                self._parts.setdefault(name, []).append(file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        parts: list[Tensor] = [file.get_tensor(name) for file in self._parts[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 def optimizer_tensors(
@@ -157,7 +212,10 @@ def restore_optimizer(
             optimizer.load_state_tensors(parameter, state)
         else:
             # All of it: the step counter of a fused AdamW is on the device of the parameter.
-            state = {key: tensor.to(parameter.device) for key, tensor in state.items()}
+            state = {
+                key: shard_like(parameter, tensor) if tensor.ndim else tensor.to(parameter.device)
+                for key, tensor in state.items()
+            }
             optimizer.state[parameter].update(state)
 
 

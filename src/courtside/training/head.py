@@ -82,7 +82,7 @@ def backward_through_head(
         batch = batch.apply_gates(terms)
     plan = None if chunk is None else ChunkPlan(chunk=chunk, part=chunk)
     cast_weights = {} if cast_weights is None else cast_weights
-    head_gradient = _head_gradient(head)
+    head_gradient = allocate_head_gradient(head)
     losses = []
     for group in _group_positions(batch, terms):
         members = batch if group.positions_M is None else batch.select(group.positions_M)
@@ -257,8 +257,8 @@ def _target(batch: TokenBatch, group: PositionGroup, cast_weights: CastWeights) 
     return Extrapolation(teacher=teacher, reference=reference, lam=group.term.loss.extrapolate)
 
 
-def _head_gradient(head: LMHead) -> HeadGradient:
-    """The gradients of those of the head's parameters that train."""
+def allocate_head_gradient(head: LMHead) -> HeadGradient:
+    """The gradients of those of the head's parameters that train, zeros where there are none."""
     adapter = head.adapter
 
     def gradient(parameter: Any) -> Tensor | None:

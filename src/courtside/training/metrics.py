@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from courtside.ranks import Ranks
 from courtside.recipe import Recipe
 from courtside.training.head import GroupLoss
 from courtside.training.loss_terms import LossTerm
@@ -46,6 +47,21 @@ class MetricAccumulator:
     def add_loss(self, name: str, part: Tensor) -> None:
         """Add a part of a loss term; it is already divided by the term's denominator."""
         self._scalar("loss", name, part).add_(part.detach())
+
+    def merge(self, ranks: Ranks) -> None:
+        """Add what the other ranks have accumulated, which each of them then has."""
+        if ranks.size == 1:
+            return
+        parts = ranks.exchange(_copy_to_host(self._scalars))
+        merged: dict[tuple[Kind, str], float] = {}
+        for part in parts:
+            for (kind, name), value in part.items():
+                if (kind, name) in merged:
+                    before = merged[kind, name]
+                    value = max(before, value) if kind == "max" else before + value
+                merged[kind, name] = value
+        self._host = None
+        self._scalars = {key: torch.tensor(v, dtype=torch.float64) for key, v in merged.items()}
 
     @property
     def losses(self) -> dict[str, float]:

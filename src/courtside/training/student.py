@@ -26,6 +26,7 @@ from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.errors import NotFiniteError
 from courtside.progress import PhaseProgress, ProgressMeter
+from courtside.ranks import ALONE, Ranks
 from courtside.recipe import Recipe
 from courtside.seeds import seed_for
 from courtside.training.cpu_patches import GradientBuffers, RecomputedLayers, make_cpu_patches
@@ -49,6 +50,7 @@ from courtside.training.loss_terms import (
 from courtside.training.metrics import MetricAccumulator, record_losses, step_metrics
 from courtside.training.optimizer import make_optimizer
 from courtside.training.preference import weigh_preferences
+from courtside.training.shards import gather_whole
 from courtside.training.token_batch import forward_ids, gather_trained, make_token_batch
 from courtside.training.weights import StudentWeights
 from courtside.types import Scored, Update
@@ -63,36 +65,50 @@ class Student:
         vocab_size: int,
         pad_id: int,
         progress: ProgressMeter | None = None,
+        ranks: Ranks = ALONE,
     ):
         self.progress = progress or ProgressMeter()
+        self.ranks = ranks
         self.weights = weights
-        self.head = find_lm_head(weights.model, vocab_size=vocab_size)
+        with ranks.work_apart(), weights.gather_head():
+            self.head = find_lm_head(weights.model, vocab_size=vocab_size)
         self.recipe = recipe
         self.pad_id = pad_id
         self.optimizer = make_optimizer(weights.trained, recipe)
         self.micro_batch_tokens = recipe.train.micro_batch_tokens
         self.default_pass_tokens = default_pass_tokens(weights.device)
-        self.uses_cpu_patches = weights.device.type == "cpu"
+        # Their gradients do not pass through autograd, where sharding collects them.
+        self.uses_cpu_patches = weights.device.type == "cpu" and not ranks.is_sharded
         self.chunk = recipe.train.logits_chunk_tokens or default_chunk_size(
             vocab_size, weights.device
         )
         check_divergences(recipe.losses)
+        self.batch: Sequence[Scored] = ()
+        """Records of the last step of all ranks, by id; empty on a rank alone."""
         self._cast_weights: CastWeights | None = None
         """Head weights in the matmul dtype, cast once a step on a CPU, where casting is slow."""
 
     def step(self, step: int, scored: Sequence[Scored]) -> Update:
         """Forward, backward and update over all of `scored`, in micro-batches of any size.
 
-        Without a token to train on, no weight changes and the update counts no tokens.
+        Without a token to train on, no weight changes and the update counts no tokens. `scored` is
+        this rank's share of the batch; terms, metrics and log-probs are those of the whole batch.
         """
-        terms = self.make_terms(scored)
+        batch = scored
+        if self.ranks.size > 1:
+            records = self.ranks.gather_lists([s.to_record() for s in scored])
+            self.batch = batch = sorted(records, key=lambda s: s.trajectory.id)
+        terms = self.make_terms(batch)
         rate = self.recipe.learning_rate_at(step)
         metrics, logps = MetricAccumulator(), LogProbs({}, {}, {})
         if any(term.num_tokens for term in terms):
             logps = self.accumulate(step, scored, terms, metrics)
+            metrics.merge(self.ranks)
             terms = [drop_harmful_turns(term, scored, logps.harmful) for term in terms]
         if any(term.num_tokens for term in terms):
             self._apply_gradients(step, rate, metrics)
+            with self.ranks.work_apart():
+                self.weights.publish()
         losses = {term.name: metrics.losses.get(term.name, float("nan")) for term in terms}
         weights = {term.name: term.loss.weight for term in terms}
         return Update(
@@ -132,16 +148,31 @@ class Student:
             micro_batches = self._micro_batches(batch, trained)
             progress = PhaseProgress(total=len(micro_batches), unit="micro-batches")
             self.progress.phase = progress
-            for micro in micro_batches:
-                self._micro_batch(micro, terms, trained, metrics, logps)
+            # Ranks gather layers together, so each has as many passes as the others.
+            num_passes = self.ranks.max(len(micro_batches))
+            for index in range(num_passes):
+                self.weights.start_pass(self.head, is_last=index == num_passes - 1)
+                if index < len(micro_batches):
+                    self._micro_batch(micro_batches[index], terms, trained, metrics, logps)
+                else:
+                    self._empty_pass()
                 progress.finished += 1
-        return _copy_to_host(logps, trained)
+        student, teacher, harmful = _copy_to_host(logps, trained)
+        gather = self.ranks.gather_dicts
+        return LogProbs(gather(student), gather(teacher), gather(harmful))
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
         """Around the forward and backward passes of a step: train mode, autocast and patches."""
-        # Probed the first time, before dropout acts and autocast caches a weight.
-        passes, device = self.passes, self.weights.device
+        device = self.weights.device
+        with self.ranks.work_apart(), self.weights.gather_head():
+            # Probed the first time, before dropout acts and autocast caches a weight.
+            passes = self.passes
+            with self._training(step, passes, device):
+                yield
+
+    @contextmanager
+    def _training(self, step: int, passes: ForwardPasses, device: torch.device) -> Iterator[None]:
         self.weights.model.train()
         try:
             with (
@@ -150,7 +181,8 @@ class Student:
                 self._patch_model(passes),
             ):
                 # Dropout, the only random operation, is a function of the step.
-                torch.manual_seed(seed_for(self.recipe.seed, "dropout", step))
+                rank = [self.ranks.rank] if self.ranks.rank else []
+                torch.manual_seed(seed_for(self.recipe.seed, "dropout", step, *rank))
                 yield
         finally:
             # Cast weights must not outlive the step, which changes the weights; a caller's own
@@ -161,7 +193,7 @@ class Student:
     @cached_property
     def passes(self) -> ForwardPasses:
         """How trajectories are batched into forward passes."""
-        with self._autocast():
+        with self._autocast(), self.weights.gather_layers():
             model = self.weights.model
             fused_layers = find_fused_layers(model, self.head, self.weights.autocast)
             return probe_forward_passes(
@@ -256,6 +288,11 @@ class Student:
                 hints, logps.student.get(id), remaining.get(id), trained[id]
             )
 
+    def _empty_pass(self) -> None:
+        """A pass that adds zeros to the gradients, on a rank that has fewer than others."""
+        hidden_ND, _ = self.passes.forward([(self.pad_id, self.pad_id)])
+        hidden_ND.backward(torch.zeros_like(hidden_ND))
+
     def _backward(
         self,
         pass_hidden_ND: Tensor,
@@ -310,9 +347,12 @@ class Student:
 
     def _apply_gradients(self, step: int, rate: float, metrics: MetricAccumulator) -> None:
         """Clip the gradients and update the weights, unless a loss or gradient is not finite."""
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.weights.trained.values(), self.recipe.train.max_grad_norm
-        )
+        with self.ranks.work_apart():
+            norm = gather_whole(
+                torch.nn.utils.clip_grad_norm_(
+                    self.weights.trained.values(), self.recipe.train.max_grad_norm
+                )
+            )
         metrics.mean("grad_norm", norm)  # copied to the host with the others
         bad = [name for name, value in metrics.losses.items() if not math.isfinite(value)]
         if bad or not math.isfinite(metrics.means()["grad_norm"]):

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from courtside.engines.compatibility import (
+    disable_activation_checkpointing,
+    enable_activation_checkpointing,
+    uses_activation_checkpointing,
+)
+from courtside.engines.lm_head import LMHead
 from courtside.engines.loading import load_model, silence_tied_weight_warnings
-from courtside.engines.precision import resolve_dtype
+from courtside.engines.precision import average_in_place, resolve_dtype
 from courtside.errors import ModelError
 from courtside.recipe.student import LoraConfig, StudentConfig
 from courtside.seeds import seed_for
@@ -44,6 +50,12 @@ class StudentWeights:
             average_with=None if average is None else (average.model, average.weight),
             in_4_bits=config.lora is not None and config.lora.base_dtype == "nf4",
         )
+        if self.model.config.model_type == "rwkv":
+            raise ModelError(
+                f"student.model = {config.model!r} is an RWKV, whose layers in transformers "
+                "overwrite what their backward pass needs. Choose another student; it may be a "
+                "teacher"
+            )
         _keep_differentiable(self.model)
         self.autocast = torch.bfloat16 if dtype == torch.bfloat16 else None
         self.adapter: Any = None
@@ -57,14 +69,12 @@ class StudentWeights:
                     f"{type(self.model).__name__}. Set it to false and lower "
                     "train.micro_batch_tokens"
                 )
-            self.model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+            enable_activation_checkpointing(self.model)
         self.device = device
 
     @property
     def uses_gradient_checkpointing(self) -> bool:
-        return bool(self.model.is_gradient_checkpointing)
+        return uses_activation_checkpointing(self.model)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -89,10 +99,26 @@ class StudentWeights:
             for name, parameter in self.trained.items():
                 parameter.data = before[name]
 
+    # ── whole on this process; `sharding.ShardedWeights` overrides these ────────────────────────
+
+    def gather_head(self) -> AbstractContextManager[None]:
+        """Around the forward and backward passes of a step."""
+        return nullcontext()
+
+    def gather_layers(self) -> AbstractContextManager[None]:
+        """Around what looks at the parameters of layers."""
+        return nullcontext()
+
+    def start_pass(self, head: LMHead, *, is_last: bool) -> None:
+        """Before each forward and backward pass of a step."""
+
+    def publish(self) -> None:
+        """Give trained weights to the model that samples, where it is another one."""
+
     def copy(self) -> Any:
         """A separate frozen model with the current weights."""
         model = copy.deepcopy(self.model).eval()
-        model.gradient_checkpointing_disable()
+        disable_activation_checkpointing(model)
         return model.requires_grad_(False)
 
 
@@ -106,7 +132,7 @@ class MovingAverage:
     @torch.no_grad()
     def update(self) -> None:
         for name, average in self.shadow.items():
-            average.lerp_(self.trained[name].detach(), 1 - self.decay)
+            average_in_place(average, self.trained[name].detach(), 1 - self.decay)
 
 
 def _keep_differentiable(model: Any) -> None:

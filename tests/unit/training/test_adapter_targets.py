@@ -50,3 +50,9 @@ def test_all_linear_leaves_them_out_and_a_list_may_not_name_them(tmp_path: Path)
     lora = LoraConfig(rank=2, target_modules=("in_proj", "dt_proj"))
     with pytest.raises(ModelError, match=r"target_modules = .*dt_proj cannot have an adapter"):
         StudentWeights(StudentConfig(model=str(tmp_path), device="cpu", lora=lora), seed=0)
+
+
+def test_an_rwkv_is_no_student(tmp_path: Path) -> None:
+    make_hybrid("rwkv").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"student.model = .* overwrite what their backward"):
+        StudentWeights(StudentConfig(model=str(tmp_path), device="cpu"), seed=0)

@@ -25,6 +25,7 @@ LENGTH_FIELDS = (
 CHANGEABLE_FIELDS = (
     *LENGTH_FIELDS,
     "run",
+    "sharding",
     "rollout.kv_cache_tokens",
     "rollout.limits.max_fault_fraction",
     "rollout.limits.step_seconds",
@@ -36,7 +37,7 @@ CHANGEABLE_FIELDS = (
     "train.optimizer_offload",
 )
 """May differ in a resumed run: what is stored, memory settings, where and how long user code runs,
-and when the run ends. Training is the same up to rounding."""
+how processes share the work, and when the run ends. Training is the same up to rounding."""
 
 
 class LockedFolder:

@@ -1,0 +1,141 @@
+"""The student's weights, gradients and optimizer state as shards over the ranks (FSDP2).
+
+Trainer and sampler are two models. The trainer's layers are `fully_shard`ed: each is gathered for
+its own forward and backward pass, and its gradient is reduce-scattered. Embeddings, final norm and
+LM head are gathered for the whole step, because the fused head takes the plain weight, and their
+gradient is reduce-scattered in the last pass. The sampler is a plain copy that samples and scores;
+it takes over the trained weights after each step. So nothing but the update has collectives, and
+engines, teachers and CUDA graphs see an ordinary model at fixed addresses.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from courtside.engines.lm_head import LMHead
+from courtside.errors import ModelError
+from courtside.ranks import Ranks
+from courtside.training.head import allocate_head_gradient
+from courtside.training.shards import copy_whole
+from courtside.training.weights import StudentWeights
+
+
+class ShardedWeights(StudentWeights):
+    """The trainer's model; `sampler` has the same weights, whole."""
+
+    def __init__(
+        self, sampler: StudentWeights, ranks: Ranks, *, reshards: bool, casts_sampler: bool
+    ):
+        """`reshards`: a layer is gathered again for its backward pass. `casts_sampler` False:
+        moving averages need float32."""
+        self.sampler, self.device, self.autocast = sampler, sampler.device, sampler.autocast
+        self.adapter = None  # the sampler's is switched off and on, never the trainer's
+        self.model = _copy_to_host(sampler.model)
+        sampler.model.gradient_checkpointing_disable()
+        self._reshards = reshards
+        self._layers = _shard(self.model, ranks, self.device, self.autocast, reshards=reshards)
+        self._trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        if casts_sampler and self.autocast is not None and sampler.adapter is None:
+            _cast_linear_weights(sampler.model, self.autocast)
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The shards: DTensors, whatever is gathered at the moment."""
+        return self._trained
+
+    @contextmanager
+    def gather_head(self) -> Iterator[None]:
+        self.model.unshard()
+        try:
+            yield
+        finally:
+            for module in (self.model, *self._layers):
+                module.reshard()
+
+    @contextmanager
+    def gather_layers(self) -> Iterator[None]:
+        """For probes, which compare modules by their parameters."""
+        for layer in self._layers:
+            layer.set_reshard_after_forward(False)
+            layer.unshard()
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.reshard()
+                layer.set_reshard_after_forward(self._reshards)
+
+    def start_pass(self, head: LMHead, *, is_last: bool) -> None:
+        # The ranks reduce a gradient together, so all of them have it in the last pass.
+        self.model.set_requires_gradient_sync(is_last, recurse=False)
+        allocate_head_gradient(head)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        copy_whole(self._trained, {n: p.data for n, p in self.sampler.trained.items()})
+
+
+def _copy_to_host(model: Any) -> Any:
+    """A copy with its parameters in host memory: `fully_shard` takes those of one layer after the
+    other to the device, which never holds two whole models."""
+    copies = {
+        id(p): nn.Parameter(p.detach().to("cpu", copy=True), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo=copies)
+
+
+def _shard(
+    model: Any,
+    ranks: Ranks,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    *,
+    reshards: bool,
+) -> list[FSDPModule]:
+    """Shard the model in place; returns its decoder layers."""
+    mesh = init_device_mesh(device.type, (ranks.size,))
+    layers: list[Any] = list(_find_layers(model))
+    # Gathered in the dtype of the shards, and cast by autocast alone, as in a single process.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for module in (model, *layers):
+        # Sums over the ranks: the denominators of the losses are those of the whole step.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model.set_reshard_after_backward(False, recurse=False)
+    # Passes enter below the head. One through the whole model tells the layers what their root is.
+    with torch.no_grad(), torch.autocast(device.type, autocast, enabled=autocast is not None):
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False)
+    for module in (model, *layers):
+        module.reshard()
+    return layers
+
+
+def _find_layers(model: Any) -> nn.ModuleList:
+    num_layers = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise ModelError(
+        f"{type(model).__name__} has no list of {num_layers} decoder layers, so it cannot be "
+        "sharded over several processes. Train it with one process"
+    )
+
+
+def _cast_linear_weights(model: Any, dtype: torch.dtype) -> None:
+    """What autocast would cast in every forward pass of the sampler, cast once."""
+    tied = model.get_input_embeddings().weight
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight is not tied:
+            module.weight.data = module.weight.data.to(dtype)

@@ -1,0 +1,221 @@
+"""A student that several processes train is that of one process: real ranks on loopback (gloo)."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.small_runs import small_tree, write_jsonl
+
+from courtside.api import train
+from courtside.cli.launch import launch
+from courtside.errors import RunError
+from courtside.recipe.load import parse_recipe
+from courtside.report.folder.folder import RunFolder
+from courtside.training.checkpoints import latest, load, num_steps_of
+
+SCRIPT = Path(__file__).parents[1] / "support" / "rank_script.py"
+GRADIENT, WEIGHT = 1e-6, 1e-5
+"""Tolerances: of the optimizer's moments, and of weights after steps of 1e-3."""
+TRAIN = {"steps": 3, "prompts_per_step": 5, "learning_rate": 1e-3}
+
+
+class Cases:
+    """Recipes by name; each trains in a fraction of a second."""
+
+    def __init__(self, folder: Path, student: Path, teacher: Path):
+        self.student, self.teacher = student, teacher
+        rows = [
+            {"prompt": f"say {i}", "completion": f"{i * 7} yes", "rejected": "no" * (i % 5 + 1)}
+            for i in range(40)
+        ]
+        self.pairs = write_jsonl(folder / "pairs.jsonl", rows)
+
+    def of_steps(self, steps: int) -> dict[str, Any]:
+        student = {"model": str(self.student), "dtype": "float32"}
+        settings = {
+            "student": student,
+            "train": TRAIN | {"steps": steps},
+            "run": {"checkpoint_every": 1},
+            "evaluate": {"num_tasks": 3},
+        }
+        return small_tree(self.student, self.teacher, **settings)
+
+    def trees(self) -> dict[str, dict[str, Any]]:
+        full = {"model": str(self.student), "dtype": "float32"}
+        lora = full | {"lora": {"rank": 4}}
+        live = {"kind": "self", "weights": "live"}
+        by_teacher = {
+            "full": {"student": full, "train": TRAIN | {"micro_batch_tokens": 60}},
+            "lora": {"student": lora | {"gradient_checkpointing": True}},
+        }
+        alone = {
+            "ema": {"student": lora, "teacher": {"kind": "self", "weights": "ema"}},
+            "hints": {
+                "student": full,
+                "teacher": live,
+                "tasks": {"kind": "toolbox", "turns": 3, "num_tools": 2},
+                "reader": {"kind": "rules"},
+                "evaluate": {"num_tasks": 2},
+                "losses": [
+                    {"kind": "divergence", "on": "hinted_turns", "normalize": "turn"},
+                    {"kind": "policy_gradient", "advantage": "reward", "turn_penalty": 0.5},
+                ],
+            },
+            "rewards": {
+                "student": full,
+                "rollout": {"samples_per_prompt": 4, "max_new_tokens": 6},
+                "losses": [{"kind": "policy_gradient", "advantage": "reward"}],
+            },
+            "pairs": {
+                "student": full,
+                "tasks": {"kind": "jsonl", "path": str(self.pairs)},
+                "rollout": {"student_fraction": 0.0, "off_policy_source": "dataset"},
+                "losses": [{"kind": "preference"}],
+            },
+        }
+        shared = {
+            "train": TRAIN,
+            "run": {"checkpoint_every": 3},
+            "evaluate": {"before": False, "num_tasks": 1},
+        }
+        models = {name: (self.student, self.teacher) for name in by_teacher}
+        models |= {name: (self.student,) for name in alone}
+        return {
+            name: small_tree(*models[name], **shared | changes)
+            for name, changes in (by_teacher | alone).items()
+        }
+
+
+def run_ranks(folder: Path, jobs: list[dict[str, Any]], num_ranks: int) -> int:
+    file = folder / f"jobs-{num_ranks}.json"
+    file.write_text(json.dumps(jobs))
+    return launch([sys.executable, str(SCRIPT), str(file)], num_ranks)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def cases(folder: Path, roomy_folder: Path, tiny_teacher_folder: Path) -> Cases:
+    return Cases(folder, roomy_folder, tiny_teacher_folder)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path, cases: Cases) -> Path:
+    """The folder with everything that two ranks do in this module, in one launch."""
+    trees = cases.trees()
+    jobs = [{"recipe": tree, "folder": str(folder / f"two-{n}")} for n, tree in trees.items()]
+    jobs.append({"recipe": cases.of_steps(2), "folder": str(folder / "resumed")})
+    assert run_ranks(folder, jobs, 2) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def three_ranks(two_ranks: Path, cases: Cases) -> Path:
+    """After two ranks and one process: what three do, until one of them is killed."""
+    train(parse_recipe(cases.of_steps(3)), two_ranks / "resumed", quiet=True)
+    jobs = [
+        {"recipe": cases.of_steps(4), "folder": str(two_ranks / "resumed")},
+        {"recipe": cases.of_steps(4), "folder": str(two_ranks / "raised"), "raise": [2, 1]},
+        {"recipe": cases.of_steps(4), "folder": str(two_ranks / "stopped"), "signal": [1, 1]},
+        {"recipe": cases.of_steps(4), "folder": str(two_ranks / "killed"), "kill": [2, 2]},
+    ]
+    with pytest.raises(RunError, match=r"rank 2 was ended by SIGKILL.*goes on from the last"):
+        run_ranks(two_ranks, jobs, 3)
+    return two_ranks
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path, cases: Cases) -> Path:
+    train(parse_recipe(cases.of_steps(4)), folder / "uninterrupted", quiet=True)
+    return folder / "uninterrupted"
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Metrics without what depends on the machine."""
+    timed = re.compile(r"seconds|tokens_per")
+    return [
+        {k: v for k, v in row.items() if not timed.search(k)}
+        for row in RunFolder.read(folder).metrics()
+    ]
+
+
+def compare_runs(first: Path, second: Path) -> None:
+    for a, b in zip(rows(first), rows(second), strict=True):
+        if "hints/trained" in a:  # one process scores hints in the update's own pass
+            a, b = ({k: v for k, v in row.items() if "cost" not in k} for row in (a, b))
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+    folders = [latest(folder / "checkpoints") for folder in (first, second)]
+    assert None not in folders and folders[0].name == folders[1].name
+    checkpoint, other = (load(folder).tensors for folder in folders)
+    assert checkpoint.keys() == other.keys()
+    for group, tensors in checkpoint.items():
+        assert tensors.keys() == other[group].keys()
+        tolerance = GRADIENT if group == "optimizer" else WEIGHT
+        for name, tensor in tensors.items():
+            assert tensor.shape == other[group][name].shape
+            assert (tensor - other[group][name]).abs().max() <= tolerance, (group, name)
+
+
+@pytest.mark.parametrize("name", ["full", "lora", "ema", "hints", "rewards", "pairs"])
+def test_two_ranks_train_what_one_process_trains(two_ranks: Path, cases: Cases, name: str) -> None:
+    alone = two_ranks / f"one-{name}"
+    train(parse_recipe(cases.trees()[name]), alone, quiet=True)
+    compare_runs(alone, two_ranks / f"two-{name}")
+    first, second = (RunFolder.read(two_ranks / f"{n}-{name}") for n in ("one", "two"))
+    assert [s.trajectory.token_ids for s in first.trajectories(2)] == [
+        s.trajectory.token_ids for s in second.trajectories(2)
+    ]
+
+
+def test_a_run_resumes_with_any_number_of_ranks(three_ranks: Path, uninterrupted: Path) -> None:
+    resumed = three_ranks / "resumed"
+    compare_runs(uninterrupted, resumed)
+    # Answers that three ranks gave together.
+    evaluations = [RunFolder.read(folder).evaluations() for folder in (uninterrupted, resumed)]
+    assert [e.scores for e in evaluations[0] if e.step in (0, 4)] == [
+        e.scores for e in evaluations[1] if e.step in (0, 4)
+    ]
+
+
+def outcomes(folder: Path) -> list[dict[str, Any]]:
+    files = sorted(folder.parent.glob(f"{folder.name}.rank*.json"))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_an_error_of_one_rank_ends_all_and_is_told_once(three_ranks: Path) -> None:
+    errors = outcomes(three_ranks / "raised")
+    assert [outcome["reports"] for outcome in errors] == [True, False, False]
+    assert errors[0]["error"] == "TaskError: rank 2: nothing works in step 1"
+    assert num_steps_of(latest(three_ranks / "raised" / "checkpoints")) == 1
+
+
+def test_a_signal_to_one_rank_stops_all_and_saves_once(
+    three_ranks: Path, uninterrupted: Path, cases: Cases
+) -> None:
+    stopped = three_ranks / "stopped"
+    errors = outcomes(stopped)
+    assert [outcome["reports"] for outcome in errors] == [True, False, False]
+    assert "stopped by SIGTERM after 1 of 4 steps; everything is saved" in errors[0]["error"]
+    train(parse_recipe(cases.of_steps(4)), stopped, quiet=True)
+    compare_runs(uninterrupted, stopped)
+
+
+def test_a_killed_rank_ends_the_others_and_the_run_resumes(
+    three_ranks: Path, uninterrupted: Path, cases: Cases
+) -> None:
+    killed = three_ranks / "killed"
+    survivors = outcomes(killed)
+    assert len(survivors) == 2
+    assert all("another rank is gone" in outcome["error"] for outcome in survivors)
+    assert sum(outcome["reports"] for outcome in survivors) == 1
+    assert num_steps_of(latest(killed / "checkpoints")) == 2
+    train(parse_recipe(cases.of_steps(4)), killed, quiet=True)
+    compare_runs(uninterrupted, killed)
