@@ -20,7 +20,7 @@ RIGHT = {
     "falcon": ("padded", "left padded"),  # an attention that cannot be replaced
     "gpt_neo": ("padded", "left padded"),
     "llama (eager attention)": ("padded", "KV cache"),
-    "llama4_text": ("padded", "left padded"),
+    "llama4_text": ("padded", "separate rows"),  # scaled by the slot in its cache
     "olmoe": ("packed, prefixes shared", "KV cache"),
     "openai-gpt": ("padded", "uncached"),  # no cache at all
 }

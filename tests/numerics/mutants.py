@@ -358,7 +358,7 @@ fused/torch_backend.py
 + .exp_()
 - self.logp_NV.masked_fill_(self.p_NV == 0, 0.0)  # 0 · −inf is NaN
 + pass
-- self.logq_NV.masked_fill_(excluded_NV, EXCLUDED)
+- self.logp_NV.masked_fill_(excluded_NV, EXCLUDED)
 + pass
 - factor_N = student.scale / temperature_N
 + factor_N = torch.ones_like(temperature_N)

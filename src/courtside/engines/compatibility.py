@@ -40,7 +40,7 @@ def refuse_old_versions() -> None:
             oldest = format_release(tested.oldest)
             raise ModelError(
                 f"{tested.package} {installed} is installed, and courtside needs {oldest} or "
-                f"newer: its tests run with no older one. pip install '{tested.package}>={oldest}'"
+                "newer: its tests run with no older one. To update it: pip install -e ."
             )
 
 
@@ -76,7 +76,7 @@ def _installed_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        raise ModelError(f"{package} is not installed: pip install {package}") from None
+        raise ModelError(f"{package} is not installed: pip install -e .") from None
 
 
 # ── what has two names ───────────────────────────────────────────────────────────────────────────

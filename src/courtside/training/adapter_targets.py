@@ -6,7 +6,9 @@ import inspect
 import re
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 from courtside.errors import ModelError
 
@@ -32,10 +34,20 @@ def find_bare_layers(model: Any) -> list[str]:
     return names
 
 
+@torch.no_grad()
 def _computes_more(module: nn.Linear) -> bool:
     """Of a model's own class; quantized layers have a forward pass of their own, too."""
     has_rule = type(module).forward is not nn.Linear.forward
-    return has_rule and type(module).__module__.startswith("transformers.models.")
+    if not has_rule or not type(module).__module__.startswith("transformers.models."):
+        return False
+    x = module.weight.new_ones(2, module.in_features)
+    try:
+        y = module(x)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return True
+    product = F.linear(x, module.weight, module.bias)
+    is_product = isinstance(y, torch.Tensor) and y.shape == product.shape
+    return not (is_product and torch.allclose(y, product, rtol=1e-2, atol=1e-3))
 
 
 def _read_source(parent: nn.Module) -> str:

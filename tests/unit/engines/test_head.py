@@ -80,6 +80,23 @@ def test_a_model_that_does_more_is_refused() -> None:
         find_lm_head(model)
 
 
+def test_tokens_excluded_by_a_bias_hide_no_other_difference() -> None:
+    """A bias of −inf equals itself, and makes no tolerance infinite."""
+    model = build_model("Phi")
+    model.lm_head.bias.data[-9:] = -torch.inf
+    assert find_lm_head(model).vocab_size == SIZES["vocab_size"]
+    forward = model.forward
+
+    def scaled(*args: Any, **options: Any) -> Any:
+        out = forward(*args, **options)
+        out.logits = out.logits * 1.5
+        return out
+
+    model.forward = scaled
+    with pytest.raises(ModelError, match="PhiForCausalLM does more between hidden states"):
+        find_lm_head(model)
+
+
 def test_a_scale_that_is_missing_in_the_config_is_refused() -> None:
     model = build_model("Granite", logits_scaling=8.0)
     hidden = type(model.config)(**{**SIZES, "logits_scaling": 1.0})

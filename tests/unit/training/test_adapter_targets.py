@@ -35,7 +35,7 @@ def test_layers_whose_weight_is_read_by_others(kind: str, expected: set[str]) ->
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("phimoe", {"router"}), ("gemma3n_text", {"correction_coefs"}), ("mixtral", set())],
+    [("phimoe", {"router"}), ("gemma3n_text", {"correction_coefs"}), ("falcon", set())],
 )
 def test_layers_that_are_linear_by_their_class_alone(kind: str, expected: set[str]) -> None:
     names = find_bare_layers(build_model(ModelKind(model_type=kind)))

@@ -47,7 +47,7 @@ from courtside.losses.top_k import (
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**25
 """Elements of one block: on a CPU what its caches hold, so that many passes over it cost little."""
 EXCLUDED = -1e30
-"""Log-prob of a token that both sides exclude: its exponential is 0, and it has differences."""
+"""The student's log-prob of a token that both sides exclude: its exponential is 0."""
 SMALLEST_SUM = 2.0**-100
 """Below this, terms of a sum of probabilities may be missing: they have underflowed."""
 
@@ -167,13 +167,13 @@ class VocabularyBlock:
         return sum_N
 
     def fill_excluded(self) -> None:
-        """A finite log-prob for tokens that both sides exclude: −inf − (−inf) is NaN."""
+        """The student gets a finite log-prob for tokens that both sides exclude: −inf − (−inf) is
+        NaN."""
         assert self.logq_NV is not None
         if not self.has_excluded:
             return
         excluded_NV = (self.logp_NV == -math.inf) & (self.logq_NV == -math.inf)
         self.logp_NV.masked_fill_(excluded_NV, EXCLUDED)
-        self.logq_NV.masked_fill_(excluded_NV, EXCLUDED)
 
     def set_centered(self, weight_N: Tensor, center_N: Tensor, pull_N: Tensor) -> None:
         """`logp_NV` holds z: it becomes π·(weight·(z − center) − pull)."""
