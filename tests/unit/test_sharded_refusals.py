@@ -19,18 +19,18 @@ HINTS = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "field"),
     [
         ({"train": {"optimizer_offload": True}}, "train.optimizer_offload"),
         ({"rollout": {"mixed_sampling": {"top_k": 20}}}, "rollout.mixed_sampling"),
         (HINTS | {"reader": {"kind": "rules", "control": "random_hint"}}, "reader.control"),
     ],
 )
-def test_refusals_name_field_reason_and_fix(changes: dict[str, Any], words: str) -> None:
+def test_refusals_name_field_reason_and_fix(changes: dict[str, Any], field: str) -> None:
     teacher = None if "teacher" in changes else "another"
     recipe = parse_recipe(small_tree("student", teacher, **changes))
     (problem,) = find_sharding_problems(recipe, 2)
-    assert problem.startswith(words)
+    assert problem.startswith(field)
     assert problem.endswith("train with one process")
 
 
