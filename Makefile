@@ -7,7 +7,13 @@ TRANSFORMERS4 := .venv-transformers4/bin
 INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 RECIPE ?= recipes/targeted-hints/recipe.toml
 
-.PHONY: help demo test check bench docs mutants
+# What depends on torch, transformers and PEFT.
+VERSION_TESTS := tests/unit/engines tests/unit/training tests/unit/chat tests/unit/teacher \
+	tests/unit/test_supported_models.py tests/invariants/test_scoring.py \
+	tests/invariants/test_tree_scoring.py tests/invariants/test_packed_update.py \
+	tests/invariants/test_update.py tests/invariants/test_live_hints.py
+
+.PHONY: help demo test check bench docs models mutants versions
 .DELETE_ON_ERROR:
 
 help:
@@ -15,14 +21,16 @@ help:
 	@echo "make test     all checks and tests"
 	@echo "make check    lint, format, types, imports, generated reference and pictures"
 	@echo "make docs     write docs/reference, the pictures and measured numbers again"
+	@echo "make models   every causal LM of transformers, run small: right or refused? (minutes)"
 	@echo "make mutants  break each formula on purpose: do the tests notice? (minutes)"
+	@echo "make versions tests with the oldest and the newest torch, transformers and PEFT (an hour)"
 	@echo "make bench    ratios on this CPU against TRL, plain logits, generate and the floor (minutes)"
 
 demo: .venv/.ready
 	$(BIN)/courtside train $(RECIPE)
 
 test: check .venv-vllm/.ready .venv-transformers4/.ready
-	$(BIN)/pytest --durations=10
+	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --durations=10
 
 check: .venv/.ready
 	$(BIN)/ruff check .
@@ -32,16 +40,26 @@ check: .venv/.ready
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/pictures.py --check
 	$(BIN)/python scripts/result_numbers.py --check
+	$(BIN)/python scripts/planned_sizes.py --check
 	$(BIN)/python scripts/check_names.py
 
 docs: .venv/.ready
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/pictures.py
 	$(BIN)/python scripts/result_numbers.py
+	$(BIN)/python scripts/planned_sizes.py
 	$(BIN)/python scripts/template_table.py
+
+models: .venv/.ready
+	$(BIN)/python scripts/models.py
 
 mutants: .venv/.ready
 	$(BIN)/python tests/numerics/mutants.py
+
+# The two ends that src/courtside/engines/compatibility.py names.
+versions: .venv-oldest/.ready .venv-newest/.ready
+	PYTHONPATH=src .venv-oldest/bin/python -m pytest $(VERSION_TESTS)
+	PYTHONPATH=src .venv-newest/bin/python -m pytest $(VERSION_TESTS)
 
 bench: .venv/.ready .venv-bench/.ready
 	$(BIN)/python benchmarks/head_cpu.py \
@@ -85,4 +103,16 @@ bench: .venv/.ready .venv-bench/.ready
 		transformers==4.57.6 huggingface-hub==0.36.2 tokenizers==0.22.2
 	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 		> $$($(TRANSFORMERS4)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth
+	@touch $@
+
+.venv-oldest/.ready: PINS := torch==2.11.0 transformers==5.17.0 peft==0.21.0
+.venv-newest/.ready: PINS := torch==2.15.0 transformers==5.23.0 peft==0.21.2
+# Everything else comes from .venv; torch first, as above.
+.venv-oldest/.ready .venv-newest/.ready: .venv/.ready Makefile
+	@echo "setting up $(@D) with $(PINS) (several GB, once)"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check $(firstword $(PINS))
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check $(PINS)
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth
 	@touch $@

@@ -13,7 +13,9 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Before anything imports torch: how busy the machine is must not decide how results are rounded.
-os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+num_threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
+os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
 # `nohup make test &` ignores both, and processes inherit that; tests send them to processes.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -256,8 +256,13 @@ def serving_command(run: str | Path, exported: str | Path) -> str | None:
 
     _check_run(run, "serving_command")
     exported = require_path(exported, "serving_command: exported", "the path of an export")
-    model = RunFolder.read(run).recipe().student.model
-    return vllm_command(Path(exported), exact_base(model), str(exported))
+    student = RunFolder.read(run).recipe().student
+    return vllm_command(
+        Path(exported),
+        exact_base(student.model),
+        str(exported),
+        context_length=student.context_length,
+    )
 
 
 def rescore(

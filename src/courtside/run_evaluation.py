@@ -59,7 +59,11 @@ class RunEvaluation:
         test tasks after the last step. Whatever cannot be measured must not cost the evaluation."""
         measures: dict[str, Callable[[Sequence[Trajectory]], dict[str, float]]] = {}
         if self.recipe.tasks.is_environment:
-            measures["logp_drop"] = partial(logp_drop, engine=self.parts.engine)
+            measures["logp_drop"] = partial(
+                logp_drop,
+                engine=self.parts.engine,
+                load_untrained=self.parts.load_untrained,
+            )
         if self.recipe.evaluate.collateral:
             measures["collateral"] = partial(
                 measure_collateral,

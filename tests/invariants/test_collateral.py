@@ -291,3 +291,15 @@ def test_what_cannot_be_measured_does_not_cost_the_evaluation(
     assert not any(name.startswith("collateral/") for name in metrics)
     (alarm,) = [row for row in run.alarms() if "collateral" in row["message"]]
     assert alarm["message"].startswith("not measured after training: collateral (")
+
+
+def test_greedy_evaluations_measure_the_drop(roomy_folder: Path, tmp_path: Path) -> None:
+    """At temperature 0 the sampler's own log-probs are 0 and would give NaN."""
+    greedy = BOARD | {"evaluate": {"num_tasks": 2, "temperature": 0}}
+    recipe = small_recipe(roomy_folder, **greedy)
+    drops = [
+        value
+        for name, value in last_metrics(train(recipe, tmp_path / "run")).items()
+        if name.startswith("logp_drop/")
+    ]
+    assert drops and all(0 < abs(drop) < 10 for drop in drops)

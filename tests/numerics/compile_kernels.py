@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from courtside.engines.kernels import layers, layers_autograd, prefix_gather
 from courtside.engines.kernels.layers_autograd import BACKWARD_REGISTERS
 from courtside.losses.fused.kernels import FORMS, PER_ROW, vocabulary_kernel
+from courtside.losses.fused.tail_kernel import tail_kernel
 from courtside.losses.fused.topk_kernels import JOINT, select_kernel, support_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -102,6 +103,14 @@ def support_resources(*, padded: int = 64, capped: bool = False, warps: int = 1)
     types |= dict.fromkeys(("num_rows", "stride", "k", "width"), "i32")
     types = {name: kind for name, kind in types.items() if name not in constants}
     return count_resources(support_kernel, types, constants, (), warps)
+
+
+def tail_resources(*, dtype: str = "bf16", capped: bool = False, warps: int = 8) -> str:
+    constants = {"FIRST": 3, "TAIL": 14, "CAPPED": capped, "VOCAB_SIZE": 151669,
+                 "LANES": 32 * warps, "WIDTH": 8 if dtype == "bf16" else 4}  # fmt: skip
+    types = {"values": f"*{dtype}", "temperatures": "*fp32", "outputs": "*fp32", "stride": "i32",
+             "num_rows": "i32", "scale": "fp32", "cap": "fp32"}  # fmt: skip
+    return count_resources(tail_kernel, types, constants, ("values", "stride"), warps)
 
 
 LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
@@ -201,6 +210,10 @@ def main() -> None:
         usage = support_resources(**options)
         spills += "STACK:0" not in usage or "LOCAL:0" not in usage
         print(f"support_kernel, {options}: {usage}")
+    for options in ({}, {"dtype": "fp32", "capped": True, "warps": 4}):
+        usage = tail_resources(**options)
+        spills += "STACK:0" not in usage or "LOCAL:0" not in usage
+        print(f"tail_kernel, {options}: {usage}")
     for kernel, pointers, integers, constants, warps in LAYERS:
         usage = layer_resources(kernel, pointers, integers, constants, warps)
         spills += "STACK:0" not in usage or "LOCAL:0" not in usage

@@ -32,6 +32,8 @@ TESTS_IN_ORDER = (
     "test_divergences.py",
     "test_top_k_divergences.py",
     "test_linear_divergence.py",
+    "test_small_tails.py",
+    "test_excluded_tokens.py",
     "test_estimators.py",
     "test_fixed_points.py",
     "test_token_weights.py",
@@ -151,25 +153,32 @@ top_k.py
 + pass
 - teacher_logp_TK = teacher_logp_TK.masked_fill(~keep_TK, -math.inf)
 + pass
-- _tail_logp(student_logp_TK)], dim=-1)
-+ _tail_logp(student_logp_TK).detach()], dim=-1)
-- [teacher_logp_TK, _tail_logp(teacher_logp_TK)]
-+ [teacher_logp_TK, _tail_logp(student_logp_TK[..., :-1])]
+- _append_tail(student_logp_TK, student_tail_T)
++ _append_tail(student_logp_TK, student_tail_T.detach())
+- _append_tail(teacher_logp_TK, teacher_tail_T)
++ _append_tail(teacher_logp_TK, student_tail_T)
+- _excludes_all(student_logp_TK) | _excludes_all(teacher_logp_TK)
++ _excludes_all(student_logp_TK)
++ _excludes_all(teacher_logp_TK)
+- logp_TV.scatter(-1, ids_TK, -math.inf)
++ logp_TV
+- tail_T.masked_fill(is_empty_T1.squeeze(-1), -math.inf)
++ tail_T
 - if form == "tail":
 + if form == "tail" and name == "jsd":
-- student_logp_TK = student_logp_TK.log_softmax(-1)
-+ pass
-- teacher_logp_TK = teacher_logp_TK.log_softmax(-1)
-+ pass
+- student_logp_TK.masked_fill(is_empty_T1, 0.0).log_softmax(-1)
++ student_logp_TK.masked_fill(is_empty_T1, 0.0)
+- teacher_logp_TK.masked_fill(is_empty_T1, 0.0).log_softmax(-1)
++ teacher_logp_TK.masked_fill(is_empty_T1, 0.0)
 - return sum_terms(terms, student_logp_TK, teacher_logp_TK, clip)
 + return sum_terms(terms, student_logp_TK, teacher_logp_TK, None)
-- tail_T1 = 1 - logp_TK.exp().sum(-1, keepdim=True)
-+ tail_T1 = 1 - logp_TK.exp().amax(-1, keepdim=True)
-- 8 * torch.finfo(dtype).eps
+- mass_T = 1 - logp_TK.exp().sum(-1)
++ mass_T = 1 - logp_TK.exp().amax(-1)
+- 8 * torch.finfo(logp_TK.dtype).eps
 + 0.01
 + 0.0
-- (tail_T1 + (tail_T1.clamp(min=floor) - tail_T1).detach()).log()
-+ tail_T1.clamp(min=floor).log()
+- (mass_T + (mass_T.clamp(min=floor) - mass_T).detach()).log()
++ mass_T.clamp(min=floor).log()
 - logp_TK.exp().masked_fill(~keep_TK, 0.0).sum(-1)
 + logp_TK.exp().sum(-1)
 - shared_TK.double().mean(-1)
@@ -337,16 +346,28 @@ fused/torch_backend.py
 + -pull_N[:, None]
 - block.logp_NV.add_(gradient_NV)
 + pass
-- -(pull_N + gradient_NK.sum(-1))[:, None]
-+ -pull_N[:, None]
-- block.logp_NV.scatter_add_(-1, ids_NK, gradient_NK)
+- inside_N = gradient.sum() + pull_N
++ inside_N = pull_N
+- block.logp_NV.scatter_(-1, ids, half_NK)
++ pass
+- mass_N < SMALLEST_SUM
++ mass_N < 0
+- p_NV.scatter_(-1, ids_NK, p_NK)
++ pass
+- .add_(exponent_N[scaled_N, None]).exp_()
++ .exp_()
+- self.logp_NV.masked_fill_(self.p_NV == 0, 0.0)  # 0 · −inf is NaN
++ pass
+- self.logp_NV.masked_fill_(excluded_NV, EXCLUDED)
 + pass
 - factor_N = student.scale / temperature_N
 + factor_N = torch.ones_like(temperature_N)
 - slope_NV = 1 - tanh_NV.square()
 + slope_NV = torch.ones_like(tanh_NV)
-- torch.mul(block.p_NV, -pull_N[:, None], out=block.logp_NV)
-+ torch.mul(block.p_NV, pull_N[:, None], out=block.logp_NV)
+- -pull_N[:, None], out=block.logp_NV)
++ pull_N[:, None], out=block.logp_NV)
+- -plain_N[:, None], out=block.logp_NV)
++ plain_N[:, None], out=block.logp_NV)
 - logq_NV = torch.where((weight_N != 0)[:, None], logq_NV, logp_NV)
 + pass
 - target.logp_NK[:, : support.k]
@@ -375,12 +396,25 @@ fused/torch_backend.py
 - sub_((weight_N * center_N + pull_N)[:, None])
 + sub_(pull_N[:, None])
 + sub_((weight_N * center_N - pull_N)[:, None])
-- return value_N, p_NK * (gap_NK - gap_N1)
-+ return value_N, p_NK * (gap_NK + 1)
-- torch.linalg.vecdot(p_NK, gap_NK) + (tail_N1 * gap_N1).squeeze(-1)
-+ torch.linalg.vecdot(p_NK, gap_NK)
-- (1 - x.sum(-1, keepdim=True)).clamp(min=floor)
-+ (1 - x.sum(-1, keepdim=True))
+
+fused/support_gradient.py
+- return self.h_NK.sum(-1) + self.h_tail_N
++ return self.h_NK.sum(-1)
+- (log_ratio_N - exponent_N).exp()
++ log_ratio_N.exp()
+- * (-exponent_N).exp() - ratio_N
++ - ratio_N
++ * (-exponent_N).exp() + ratio_N
+- .abs().log() - self.tail_N
++ .abs().log()
+- h_tail_N = tails[0].exp() * (tails[0] - tails[1])
++ h_tail_N = tails[0].exp() * (tails[1] - tails[0])
+- h_NK.sum(-1) + h_tail_N, h_NK, h_tail_N
++ h_NK.sum(-1), h_NK, h_tail_N
+- torch.where(on_N[:, None], logq_NK, logp_NK)
++ logq_NK
+- torch.log1p(-mass_N), fill_empty_tails(tail_N))
++ fill_empty_tails(tail_N), fill_empty_tails(tail_N))
 
 fused/linear_divergence.py
 - vocab_size = min(len(side.weight_VD) for side in (student, *_projections(target)))

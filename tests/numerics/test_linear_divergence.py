@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
-from courtside.losses.fused.torch_backend import TorchVocabularyPass, reverse_kl_with_tail
+from courtside.losses.fused.support_gradient import reverse_kl_with_tail
+from courtside.losses.fused.torch_backend import TorchVocabularyPass
 from courtside.losses.fused.types import (
     DivergenceSpec,
     Extrapolation,
@@ -38,7 +39,7 @@ from courtside.losses.fused.types import (
     TopKTarget,
 )
 from courtside.losses.policy_gradient import SampledTokenLoss, policy_gradient, teacher_gap
-from courtside.losses.top_k import support_mass, top_k_divergence, top_k_ids
+from courtside.losses.top_k import support_mass, tail_logp, top_k_divergence, top_k_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*without a tail")
 EVERY = [*FULL, *ENDS, *ON_SUPPORT, *WITHOUT_CLOSED_FORM, *TOTAL_VARIATION_ON_SUPPORT]
@@ -118,12 +119,20 @@ def test_the_reverse_kl_with_a_tail_in_closed_form(spread: float) -> None:
     logp_NV, logq_NV = ((spread * torch.randn(9, 40)).double().log_softmax(-1) for _ in range(2))
     ids_NK, keep_NK = top_k_ids(logp_NV, logq_NV, k=7, of="joint")
     logp_NK, logq_NK = (x.gather(-1, ids_NK).requires_grad_() for x in (logp_NV, logq_NV))
-    right_N = top_k_divergence(logp_NK, logq_NK, keep_NK, name="reverse_kl", form="tail")
-    (gradient_NK,) = torch.autograd.grad(right_N.sum(), logp_NK)
-    value_N, ours_NK = reverse_kl_with_tail(logp_NK.detach(), logq_NK.detach(), keep_NK)
+    tails = tuple(tail_logp(x, ids_NK).requires_grad_() for x in (logp_NV, logq_NV))
+    right_N = top_k_divergence(
+        logp_NK, logq_NK, keep_NK, name="reverse_kl", form="tail", tails=tails
+    )
+    leaves = (logp_NK, tails[0])
+    h_NK, h_tail_N = torch.autograd.grad(right_N.sum(), leaves)
+    with torch.no_grad():
+        value_N, ours_NK, ours_tail_N = reverse_kl_with_tail(logp_NK, logq_NK, keep_NK, tails)
+    # By logits: the + 1 that ours leaves out of each h is a gradient of −π·1 + π = 0.
+    p_NK, tail_N = logp_NK.exp().masked_fill(~keep_NK, 0.0).detach(), tails[0].exp().detach()
     assert not bool(keep_NK.all())
     assert_close(value_N, right_N.detach(), rtol=1e-9, atol=1e-12)
-    assert_close(ours_NK, gradient_NK, rtol=1e-9, atol=1e-12)
+    assert_close(ours_NK + p_NK, h_NK, rtol=1e-9, atol=1e-12)
+    assert_close(ours_tail_N + tail_N, h_tail_N, rtol=1e-9, atol=1e-12)
 
 
 # ── what does not change the result ──────────────────────────────────────────────────────────────

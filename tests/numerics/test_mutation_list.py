@@ -21,7 +21,8 @@ def test_the_list_covers_every_loss_file() -> None:
     folder = mutants.PACKAGE / "losses"
     files = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
     # Kernels are compared with the torch backend.
-    kernels = {"kernels", "topk_kernels", "triton_backend"}
+    kernels = {"kernels", "tail_kernel", "topk_kernels", "triton_backend", "triton_launch"}
+    kernels.add("triton_support")
     without = {f"fused/{name}.py" for name in (*kernels, "__init__")}
     without |= {"__init__.py", "divergences/__init__.py"}
     losses = {m.file for m in mutants.MUTATIONS if not m.file.startswith("../")}

@@ -54,9 +54,11 @@ if DEVICE == "cpu" and "triton" not in sys.modules:
 triton = pytest.importorskip("triton", reason="kernels need Triton: pip install triton")
 # `conftest.py` sees to it; a kernel that nobody interprets would be tested by nobody.
 assert DEVICE == "cuda" or not isinstance(triton.language.max, triton.runtime.JITFunction)
-from courtside.losses.fused import triton_backend  # noqa: E402
+from courtside.losses.fused import triton_launch  # noqa: E402
+from courtside.losses.fused.kernels import FORMS  # noqa: E402
 from courtside.losses.fused.topk_kernels import num_select_warps  # noqa: E402
-from courtside.losses.fused.triton_backend import Tiling, TritonVocabularyPass  # noqa: E402
+from courtside.losses.fused.triton_backend import TritonVocabularyPass  # noqa: E402
+from courtside.losses.fused.triton_launch import Tiling  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*without a tail"),
@@ -272,7 +274,7 @@ def test_a_coefficient_may_depend_on_the_statistics(divergence: DivergenceSpec |
 
 
 def test_there_is_a_kernel_for_every_closed_form_and_torch_for_the_others() -> None:
-    assert {*CLOSED_FORMS} == triton_backend.FORMS.keys() == CLOSED_FORM_GRADIENTS.keys()
+    assert {*CLOSED_FORMS} == FORMS.keys() == CLOSED_FORM_GRADIENTS.keys()
     if DEVICE == "cuda":
         weight_VD = torch.empty(2, 2, device=DEVICE)
         assert choose_backend(weight_VD, FULL[0]) == "triton"
@@ -384,7 +386,7 @@ def test_a_kernel_that_cannot_run_is_an_error(
 
             return start
 
-    monkeypatch.setattr(triton_backend, "vocabulary_kernel", Broken())
+    monkeypatch.setattr(triton_launch, "vocabulary_kernel", Broken())
     with pytest.raises(RunError, match=r"could not be compiled.*no such target.*C compiler"):
         run(small(), FULL[0])
 

@@ -177,6 +177,26 @@ def exact_case(num_rows: int = 24, vocab_size: int = 60) -> Case:
     return replace(case, student=copying(case.student), teacher=copying(case.teacher), **rounded)
 
 
+def exclude(
+    case: Case, tokens: list[int], *, sides: str = "both", logit: float = -math.inf
+) -> Case:
+    """Those tokens have this bias, on one side or both."""
+
+    def excluding(side: Projection) -> Projection:
+        bias_V = side.bias_V
+        if bias_V is None:
+            bias_V = side.weight_VD.new_zeros(len(side.weight_VD))
+        bias_V = bias_V.clone()
+        bias_V[tokens] = logit
+        return replace(side, bias_V=bias_V)
+
+    return replace(
+        case,
+        student=case.student if sides == "teacher" else excluding(case.student),
+        teacher=case.teacher if sides == "student" else excluding(case.teacher),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     value_N: Tensor
@@ -262,8 +282,10 @@ def divergence_by_hand(p_NV: Tensor, q_NV: Tensor, divergence: DivergenceSpec) -
         chosen = sorted(best[on.of])
         p_S, q_S = p_V[chosen], q_V[chosen]
         if on.form == "tail":
-            p_S = torch.cat([p_S, (1 - p_S.exp().sum()).log()[None]])
-            q_S = torch.cat([q_S, (1 - q_S.exp().sum()).log()[None]])
+            # Not 1 − Σ_S: float64 has no digits of it where the tail is below 1e-16.
+            outside = [v for v in range(len(p_V)) if v not in chosen]
+            p_S = torch.cat([p_S, p_V[outside].logsumexp(-1, keepdim=True)])
+            q_S = torch.cat([q_S, q_V[outside].logsumexp(-1, keepdim=True)])
         if on.form == "renormalized":
             p_S, q_S = p_S.log_softmax(-1), q_S.log_softmax(-1)
         if on.form == "stop_gradient" and divergence.name == "reverse_kl":

@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("COURTSIDE_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
-START_SECONDS = 150
+START_SECONDS = 300
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

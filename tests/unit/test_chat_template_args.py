@@ -12,6 +12,7 @@ from support.chat_templates import family_source, family_template, family_tokeni
 from support.small_runs import small_recipe
 from support.tiny_model import tiny_model, tiny_tokenizer
 
+from courtside.api import export, train
 from courtside.assemble import assemble
 from courtside.assemble.inputs import load_inputs
 from courtside.assemble.preview import make_preview
@@ -144,3 +145,12 @@ def test_templates_write_one_date_for_a_whole_run(monkeypatch: pytest.MonkeyPatc
     pinned = ChatTemplate(tokenizer, **options, day=date(2024, 2, 29))
     assert "Current date: 2024-02-29" in pinned.text(pinned.prompt_ids(ASK))
     assert pinned.date_note is None and family_template("qwen3").renderer.date_note is None
+
+
+def test_the_model_card_names_the_switches(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe = make_recipe(folders["qwen3"], chat_template_args=OFF)
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 1})})
+    train(recipe, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert '`{"enable_thinking": false}`' in card and "chat_template_kwargs" in card

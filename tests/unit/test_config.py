@@ -80,7 +80,8 @@ def problems(changes: dict[str, Any]) -> list[str]:
         ({"trian": {}}, "trian: unknown key; did you mean 'train'?"),
         (
             {"student": {"model": "m", "lora": {"zzz": 1}}},
-            "student.lora.zzz: unknown key; this section has rank, alpha, dropout, target_modules",
+            "student.lora.zzz: unknown key; this section has rank, alpha, dropout, target_modules, "
+            "base_dtype",
         ),
         (
             {"tasks": {"kind": "arithmetic", "columns": {}}},

@@ -20,6 +20,7 @@ from courtside.engines.served.engine import ServedEngine
 from courtside.engines.served.pool import ReplicaPool
 from courtside.engines.served.probe import probe_servers
 from courtside.engines.served.routes import CompletionsRoute, GenerateRoute
+from courtside.engines.served.vocabulary import find_difference
 from courtside.errors import RecipeError, RunError
 from courtside.loop import train_loop
 from courtside.recipe.load import parse_recipe
@@ -70,6 +71,25 @@ def test_what_the_server_can_do_is_probed(engines):
     assert isinstance(facts.route, GenerateRoute)
     assert (facts.version, facts.context_length, facts.max_logprobs) == ("0.32.0", 512, 20)
     assert facts.logprobs == "processed"
+
+
+class OneTokenDiffers:
+    """A tokenizer in which the ids 5000 and 5001 have changed places."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.get_vocab = tokenizer.get_vocab
+
+    def decode(self, ids: list[int]) -> str:
+        swapped = {5000: 5001, 5001: 5000}
+        return self.tokenizer.decode([swapped.get(id, id) for id in ids])
+
+
+def test_vocabularies_are_compared_token_by_token(engines):
+    _, served = engines
+    assert find_difference(served.pool, served.tokenizer) is None
+    difference = find_difference(served.pool, OneTokenDiffers(served.tokenizer))
+    assert difference is not None and difference.startswith("the id 5000 is ")
 
 
 @pytest.mark.parametrize(
@@ -227,6 +247,11 @@ def test_what_does_not_fit_the_server_is_refused(exports, merged_server):
     large = [{"kind": "divergence", "support": {"kind": "top_k", "k": 21, "of": "teacher"}}]
     with pytest.raises(RecipeError, match=r"losses\[0\].support.k = 21.*--max-logprobs 21"):
         connect(served_teacher(merged_server), losses=large)
+    recipe = recipe_with(served_teacher(merged_server))
+    inputs = load_inputs(recipe)
+    inputs.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(RecipeError, match=r"teacher.server: 'merged' has another chat template"):
+        connect_servers(recipe, inputs)
     wrong = {"kind": "server", "server": {"urls": [merged_server.url], "model": "mergd"}}
     with pytest.raises(
         RecipeError, match=r"teacher.server.model = 'mergd': .* serves \['merged'\]"

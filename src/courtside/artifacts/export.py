@@ -50,7 +50,12 @@ def write_export(
             step=saved.num_steps,
             adapter=adapter,
             dtype=dtype,
-            command=vllm_command(work, display_base, to.resolve().name),
+            command=vllm_command(
+                work,
+                display_base,
+                to.resolve().name,
+                context_length=config.context_length,
+            ),
         )
         (work / "README.md").write_text(card, "utf-8", errors="backslashreplace")
 

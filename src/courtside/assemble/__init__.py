@@ -23,6 +23,7 @@ from courtside.assemble.teachers import (
     make_hint_trial,
 )
 from courtside.engines.base import Engine
+from courtside.engines.compatibility import describe_new_versions
 from courtside.engines.cpu.threads import choose_threads
 from courtside.engines.local import LocalEngine
 from courtside.errors import RecipeError
@@ -61,6 +62,7 @@ def assemble(
         refuse_sharded(recipe, ranks)
     thread_note = choose_threads(num_threads)
     notes = [] if thread_note is None else [thread_note]
+    notes += describe_new_versions()
 
     inputs = load_inputs(recipe, trains=trains)
     notes += inputs.notes
@@ -70,7 +72,7 @@ def assemble(
     servers = connect_servers(recipe, inputs)
     progress = ProgressMeter()
     models = load_models(recipe, inputs.tokenizer, progress, ranks)
-    local = models.make_engine(models.weights.model, models.name, autocast=models.weights.autocast)
+    local = models.make_student_engine(models.weights, models.name)
     engine: Engine
     if servers.rollout is None:
         engine = serve(local)

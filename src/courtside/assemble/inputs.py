@@ -50,7 +50,11 @@ class Inputs:
 def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
     """`trains`: also check that the reader's hints can train."""
     student = recipe.student
-    settings = load_settings(student.model, trust_remote_code=student.trust_remote_code)
+    settings = load_settings(
+        student.model,
+        trust_remote_code=student.trust_remote_code,
+        context_length=student.context_length,
+    )
     check_sizes(recipe, settings)
     tokenizer = load_tokenizer(student.model, trust_remote_code=student.trust_remote_code)
     template = make_student_template(recipe, tokenizer, settings.eos_ids(tokenizer))

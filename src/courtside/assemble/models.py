@@ -37,18 +37,31 @@ class Models:
     teachers: Mapping[ModelKey, tuple[Any, Any]]
     """Model and tokenizer of each teacher that is a model, loaded once for all of its routes."""
     vocab_size: int
+    context_length: int | None
+    """As asked for the student's."""
     kv_cache_tokens: int
     progress: ProgressMeter
     """Counts what every engine samples."""
 
+    def make_student_engine(self, weights: StudentWeights, name: str) -> LocalEngine:
+        return self.make_engine(
+            weights.model, name, context_length=self.context_length, autocast=weights.autocast
+        )
+
     def make_engine(
-        self, model: Any, name: str, *, autocast: torch.dtype | None = None
+        self,
+        model: Any,
+        name: str,
+        *,
+        context_length: int | None,
+        autocast: torch.dtype | None = None,
     ) -> LocalEngine:
         return LocalEngine(
             model,
             self.tokenizer,
             name=name,
             vocab_size=self.vocab_size,
+            context_length=context_length,
             autocast=autocast,
             max_batch_tokens=self.kv_cache_tokens,
             progress=self.progress,
@@ -87,6 +100,7 @@ def load_models(
         tokenizer=tokenizer,
         teachers=teachers,
         vocab_size=vocab_size,
+        context_length=recipe.student.context_length,
         kv_cache_tokens=kv_cache_tokens(recipe, weights, teacher_models, total=total),
         progress=progress,
     )
@@ -95,7 +109,7 @@ def load_models(
 def load_untrained_student(recipe: Recipe, models: Models) -> LocalEngine:
     weights = StudentWeights(recipe.student, seed=recipe.seed)
     weights.model.eval().requires_grad_(False)
-    return models.make_engine(weights.model, "untrained", autocast=weights.autocast)
+    return models.make_student_engine(weights, "untrained")
 
 
 def _averages_weights(recipe: Recipe) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from courtside.assemble.inputs import Inputs
 from courtside.assemble.models import OTHER_VOCABULARY, Models, check_same_vocabulary
-from courtside.engines.base import ScoreRequest
+from courtside.engines.base import Sampling, ScoreRequest
 from courtside.engines.loading import load_tokenizer
 from courtside.engines.local import LocalEngine
 from courtside.engines.served.adapters import AdapterSync
@@ -211,6 +211,7 @@ def make_served_student(
         progress=models.progress,
     )
     engine.check_sampling(make_sampling(recipe.rollout))
+    engine.check_sampling(Sampling(max_new_tokens=1, temperature=recipe.evaluate.temperature))
     return engine
 
 

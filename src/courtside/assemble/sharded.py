@@ -25,6 +25,11 @@ def find_sharding_problems(recipe: Recipe, num_ranks: int) -> Iterator[str]:
             "train.optimizer_offload: the optimizer state is sharded over the processes, and its "
             f"offload takes whole parameters. Set it to false, or {fix}"
         )
+    if recipe.student.lora is not None and recipe.student.lora.base_dtype != "auto":
+        yield (
+            "student.lora.base_dtype = 'nf4': weights in 4 bits cannot be sharded here. Leave it "
+            f"out, or {fix}"
+        )
     if num_ranks == 1:
         return
     if recipe.rollout.server is not None:

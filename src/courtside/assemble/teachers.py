@@ -109,7 +109,7 @@ class TeacherFactory:
 
     def _model_teacher(self, config: ModelTeacherConfig) -> tuple[Engine, ChatTemplate]:
         model, tokenizer = self.models.teachers[key_of(config)]
-        local = self.models.make_engine(model, config.model)
+        local = self.models.make_engine(model, config.model, context_length=config.context_length)
         return self.serve(local), self._make_template(config, tokenizer, local.eos_ids)
 
     def _served_teacher(self, config: ServerTeacherConfig) -> tuple[Engine, ChatTemplate]:
@@ -147,7 +147,12 @@ class TeacherFactory:
         if weights.adapter is None:
             model = weights.copy()
             shadow = {n: p.data for n, p in model.named_parameters() if n in weights.trained}
-            engine = self.models.make_engine(model, label, autocast=weights.autocast)
+            engine = self.models.make_engine(
+                model,
+                label,
+                context_length=self.models.context_length,
+                autocast=weights.autocast,
+            )
             swap = nullcontext
         elif config.weights == "ema":
             shadow = {name: p.detach().clone() for name, p in weights.trained.items()}

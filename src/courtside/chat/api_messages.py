@@ -34,6 +34,7 @@ SHAREGPT_ROLES: Mapping[str, Role] = {
     "function_response": "tool",
 }
 KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "weight")
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -56,6 +57,12 @@ def parse_message(message: Any, where: str) -> Message:
             f"{where}.function_call is the format before tool_calls; write it as "
             'tool_calls = [{"function": {"name": …, "arguments": …}}]'
         )
+    if thoughts := [key for key in THOUGHT_KEYS if fields.get(key)]:
+        raise TaskError(
+            f"{where}.{thoughts[0]}: thoughts have no key of their own. Put them at the beginning "
+            "of `content` as the model writes them (<think>…</think>), or remove the key"
+        )
+    fields = {name: value for name, value in fields.items() if name not in THOUGHT_KEYS}
     if unknown := sorted(fields.keys() - set(KEYS)):
         raise TaskError(f"{where}: unknown key {unknown[0]!r}; a message has {', '.join(KEYS)}")
     if fields.get("weight", 1) != 1:

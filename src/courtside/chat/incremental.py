@@ -89,9 +89,9 @@ class IncrementalTemplate:
         bare, prompted = (boundary.split_at(text, marks.answer)[1] for text in (bare, prompted))
         whole = boundary.split(bare, prompted, marks.cut, messages=probe)
         end = boundary.length_through_end(whole.token_ids)
-        check_placeholders(
-            self.renderer.tokenizer.decode(whole.token_ids[end:]), marks, name=self.renderer.name
-        )
+        if marks.name in prompted or marks.id in prompted:  # in the call, or after it, too
+            after = self.renderer.tokenizer.decode(whole.token_ids[end:])
+            check_placeholders(after, marks, name=self.renderer.name)
         return RenderedSpan(
             token_ids=whole.token_ids[end:],
             num_generation_prompt_tokens=min(

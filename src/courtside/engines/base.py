@@ -68,6 +68,7 @@ class ScoreRequest:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        assert self.temperature > 0, "greedy decoding has no log-probs"
         end = max((i for i, scored in enumerate(self.scored) if scored), default=0) + 1
         object.__setattr__(self, "token_ids", self.token_ids[:end])
         object.__setattr__(self, "scored", self.scored[:end])

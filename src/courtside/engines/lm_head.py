@@ -15,6 +15,11 @@ from torch.nn import functional as F
 from courtside.errors import ModelError
 from courtside.types import LowRank
 
+SOFTCAP_FIELDS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names that configs have for c in c·tanh(logits / c)."""
+DIVISOR_FIELDS = ("logits_scaling", "logits_mup_width_multiplier")
+"""Names that configs have for a divisor of the logits."""
+
 
 class LMHead:
     """Logits over the first `vocab_size` tokens, in float32 or better.
@@ -99,30 +104,56 @@ class LMHead:
 def find_lm_head(model: Any, *, vocab_size: int | None = None) -> LMHead:
     """The model's LM head, checked against the model's own logits."""
     module = model.get_output_embeddings()
+    name = type(model).__name__
     if module is None or not hasattr(module, "weight"):
-        raise ModelError(f"{type(model).__name__} has no linear output head that can be used")
+        raise ModelError(f"{name} has no linear output head that can be used")
     config = model.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0)
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+    for field in DIVISOR_FIELDS:
+        scale /= float(getattr(config, field, None) or 1.0)
+    softcaps = [getattr(config, field, None) for field in SOFTCAP_FIELDS]
     head = LMHead(
         module,
         vocab_size=module.weight.shape[0],
-        softcap=getattr(config, "final_logit_softcapping", None),
+        softcap=next((float(softcap) for softcap in softcaps if softcap), None),
         scale=scale,
     )
     probe = torch.arange(4, device=model.device)[None] % module.weight.shape[0]
     with torch.no_grad(), _autocast_of(model):
-        logits_NV = head(model.base_model(input_ids=probe, use_cache=False).last_hidden_state[0])
-        expected_NV = model(input_ids=probe, use_cache=False).logits[0].to(logits_NV.dtype)
-    if not torch.allclose(
-        logits_NV, expected_NV, rtol=1e-2, atol=1e-2 * float(expected_NV.abs().max())
+        out = model.base_model(input_ids=probe, use_cache=False)
+        expected_NV = model(input_ids=probe, use_cache=False).logits[0]
+    hidden_ND = getattr(out, "last_hidden_state", None)
+    if hidden_ND is None:
+        raise ModelError(
+            f"{name}: its base model ({type(model.base_model).__name__}) gives no hidden states. "
+            "Use a model whose decoder is a module of its own"
+        )
+    if hidden_ND.shape[-1] != module.weight.shape[1] or not _is_close(
+        head(hidden_ND[0]), expected_NV, tolerance=1e-2 if _is_16bit(model, expected_NV) else 1e-4
     ):
         raise ModelError(
-            f"{type(model).__name__} does more between hidden states and logits than a linear map, "
-            "a soft cap and a scale; it cannot be used here yet"
+            f"{name} does more between hidden states and logits than a linear map, a soft cap and "
+            "a scale, as the heads of BERT-like models do. Use a model whose logits are "
+            "hidden · Wᵀ; the table of docs/models.md has those that were tried"
         )
     head.vocab_size = vocab_size or head.vocab_size
     return head
+
+
+def _is_close(logits_NV: Tensor, expected_NV: Tensor, *, tolerance: float) -> bool:
+    expected_NV = expected_NV.to(logits_NV.dtype)
+    if logits_NV.shape != expected_NV.shape:
+        return False
+    atol = tolerance * float(expected_NV.abs().max())
+    return torch.allclose(logits_NV, expected_NV, rtol=tolerance, atol=atol)
+
+
+def _is_16bit(model: Any, logits_NV: Tensor) -> bool:
+    """Whether some matmul of the model rounds to 16 bits, or to TF32 on a GPU."""
+    if torch.is_autocast_enabled(model.device.type) or logits_NV.dtype.itemsize < 4:
+        return True
+    is_tf32 = model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return is_tf32 or any(p.dtype.itemsize < 4 for p in model.parameters())
 
 
 def _autocast_of(model: Any) -> AbstractContextManager[Any]:

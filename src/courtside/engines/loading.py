@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import warnings
@@ -23,6 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from courtside.engines.builtin_model import BUILTIN_MODEL, locate_builtin_model
+from courtside.engines.precision import average_in_place
+from courtside.engines.rope import find_original_length, find_rope_types
 from courtside.errors import ModelError
 from courtside.recipe.builtin import find_adapter_folder
 
@@ -225,7 +228,9 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     return _load(AutoConfig, name, trust_remote_code=trust_remote_code)
 
 
-def load_settings(name: str, *, trust_remote_code: bool = False) -> ModelSettings:
+def load_settings(
+    name: str, *, trust_remote_code: bool = False, context_length: int | None = None
+) -> ModelSettings:
     from transformers import GenerationConfig
 
     config = load_config(name, trust_remote_code=trust_remote_code)
@@ -234,14 +239,37 @@ def load_settings(name: str, *, trust_remote_code: bool = False) -> ModelSetting
     except OSError:  # most folders have none; so does `from_pretrained` of a model then
         generation = GenerationConfig.from_model_config(config)
     return ModelSettings(
-        context_length=find_context_length(config),
+        context_length=find_context_length(config, context_length),
         hidden_size=getattr(config.get_text_config(), "hidden_size", None),
         generation_config=generation,
     )
 
 
-def find_context_length(config: Any) -> int:
-    return int(getattr(config.get_text_config(), "max_position_embeddings", 2**31))
+def expose_base_model(model: Any) -> None:
+    """Some classes name another module as their base than the one that they have: `base_model` is
+    then the model itself."""
+    inner = getattr(model, "model", None)
+    if model.base_model is model and isinstance(inner, nn.Module):
+        model.base_model_prefix = "model"
+
+
+def find_context_length(config: Any, requested: int | None = None) -> int:
+    """Tokens of the longest sequence. Unless more is `requested`, a model whose RoPE factors depend
+    on the length takes those that it was first trained with."""
+    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 0)
+    longest = longest if longest > 0 else 2**31  # XLNet has −1 for no limit
+    # Doge masks dynamically once a sequence is longer: its last tokens change its first ones.
+    longest = min(longest, getattr(config.get_text_config(), "keep_window_size", None) or longest)
+    original = find_original_length(config)
+    if requested is None:
+        return longest if original is None else min(longest, original)
+    scales = "dynamic" in find_rope_types(config)  # beyond the positions of its config
+    if requested > longest and not scales:
+        raise ModelError(
+            f"context_length = {requested:,}: the model has {longest:,} positions "
+            "(max_position_embeddings). Use at most that many"
+        )
+    return requested
 
 
 def find_eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
@@ -275,7 +303,9 @@ def _load(loader: Any, name: str, **options: Any) -> Any:
     _check_reachable(name, source)
     try:
         return loader.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+    except (
+        OSError, ValueError, KeyError, TypeError, SafetensorError, StrictDataclassError
+    ) as error:  # fmt: skip
         lines = [line.strip() for line in str(error).strip().splitlines()]
         reason = " ".join(lines[:2]) or type(error).__name__
         raise ModelError(
@@ -310,10 +340,15 @@ def _check_reachable(name: str, source: str) -> None:
 
 
 def _check_finite(model: Any, name: str) -> None:
+    """The bias of an LM head may exclude tokens with −inf, as padding of the vocabulary."""
+    head_bias = getattr(model.get_output_embeddings(), "bias", None)
     for key, parameter in model.named_parameters():
         if not parameter.is_floating_point() or not parameter.numel():
             continue  # quantized, or nothing
-        if not all(extreme.isfinite() for extreme in parameter.detach().aminmax()):
+        values = parameter.detach()
+        if parameter is head_bias:
+            values = values[values != -math.inf]
+        if not values.numel() or not all(extreme.isfinite() for extreme in values.aminmax()):
             raise ModelError(
                 f"model {name!r}: {key} holds NaN or infinite values. Its training diverged, or "
                 "its files are damaged: download or export it again"
@@ -346,7 +381,7 @@ def _average(
             "and size"
         )
     for key, tensor in tensors.items():
-        tensor.lerp_(other_tensors[key], weight)
+        average_in_place(tensor, other_tensors[key], weight)
 
 
 def _prune(model: Any, keep: tuple[int, ...]) -> None:

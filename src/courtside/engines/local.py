@@ -32,22 +32,30 @@ from courtside.engines.base import (
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, score_positions
 from courtside.engines.forward.state_branches import find_separate_reason, score_state_trees
-from courtside.engines.forward.state_passes import StatePasses, probe_state_passes
+from courtside.engines.forward.state_passes import StatePasses
+from courtside.engines.forward.state_probe import probe_state_passes
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_trees
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.cuda_graphs import CudaGraphs
 from courtside.engines.generation.decode_probe import probe_decoding
 from courtside.engines.generation.decode_weights import DecodeWeights
+from courtside.engines.generation.eager_probe import DecodePath, choose_decode_path
 from courtside.engines.generation.kv_cache import POSITION_STEP, KVCachePool
 from courtside.engines.generation.left_padded import LeftPaddedBatch
 from courtside.engines.generation.recurrent_session import RecurrentBatch, RecurrentSession
 from courtside.engines.generation.sampler import SampleBuffer
 from courtside.engines.generation.session import CachedSession, decode
+from courtside.engines.generation.uncached import DecodeBatch, SeparateRows, UncachedRows
 from courtside.engines.lm_head import find_lm_head
-from courtside.engines.loading import find_context_length, find_eos_ids
+from courtside.engines.loading import expose_base_model, find_context_length, find_eos_ids
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.patches.onednn_prepack import make_prepacked_patches
-from courtside.engines.probes import find_unsupported_attention, probe_kv_cache
+from courtside.engines.probes import (
+    find_unsupported_attention,
+    probe_causality,
+    probe_kv_cache,
+)
+from courtside.engines.rope import fix_rope
 from courtside.errors import ModelError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.types import Sample
@@ -61,6 +69,7 @@ class LocalEngine:
         *,
         name: str,
         vocab_size: int | None = None,
+        context_length: int | None = None,
         autocast: torch.dtype | None = None,
         max_batch_tokens: int = 65536,
         progress: ProgressMeter | None = None,
@@ -70,16 +79,30 @@ class LocalEngine:
         self.name = name
         self.device = model.device
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        self.head = find_lm_head(model, vocab_size=vocab_size)
+        expose_base_model(model)
+        self.context_length = find_context_length(model.config, context_length)
+        fix_rope(model, self.context_length)
         self.autocast = autocast
         """Compute dtype of forward passes where it is not the weights' own."""
         self.autocast_context = self._make_autocast()
+        self.head = find_lm_head(model, vocab_size=vocab_size)
+        self._check_causality()
         self.max_batch_tokens = max_batch_tokens
         self.progress = progress or ProgressMeter()
         self.score_batch_tokens = min(max_batch_tokens, default_pass_tokens(self.device))
-        self.context_length = find_context_length(model.config)
         self.eos_ids = find_eos_ids(model.generation_config, tokenizer)
         self.pad_id = min(self.eos_ids)
+
+    def _check_causality(self) -> None:
+        with self.autocast_context():
+            reason = probe_causality(self.model)
+        if reason is not None:
+            raise ModelError(
+                f"{self.name} ({type(self.model).__name__}) is no causal language model: later "
+                f"tokens change what it computes for earlier ones, or it cannot run without other "
+                f"inputs ({reason}). Use a decoder for text; a BERT-like one needs is_decoder = "
+                "true in its config.json, and weights that were trained so"
+            )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -98,9 +121,19 @@ class LocalEngine:
     def notes(self) -> list[str]:
         notes = []
         if (reason := self.passes.padding_reason) is not None:
-            notes.append(f"{self.name}: passes are padded ({reason})")
+            separate_reason = self.passes.separate_reason
+            if separate_reason is None:
+                notes.append(f"{self.name}: passes are padded ({reason})")
+            else:
+                notes.append(f"{self.name}: sequences pass one at a time ({separate_reason})")
         elif (reason := self.passes.unshared_reason) is not None:
             notes.append(f"{self.name}: every sample prefills its own prompt ({reason})")
+        if self.stateless_reason is not None and self.state_passes is None:
+            path, reason = self.decode_path
+            if path == "separate_rows":
+                notes.append(f"{self.name}: samples one row at a time ({reason})")
+            elif path == "uncached":
+                notes.append(f"{self.name}: samples without a cache ({reason})")
         if self.device.type == "cuda" and (reason := self.stateless_reason) is not None:
             notes.append(f"{self.name}: decodes eagerly, without CUDA graphs ({reason})")
         return notes
@@ -151,11 +184,26 @@ class LocalEngine:
                 head=self.head, buffer=self.make_buffer(num_rows, sampling),
             )  # fmt: skip
 
-    def decode_batch(self, prompts: Sequence[tuple[int, ...]]) -> LeftPaddedBatch | RecurrentBatch:
+    def decode_batch(self, prompts: Sequence[tuple[int, ...]]) -> DecodeBatch:
         """Prompts that are decoded eagerly; inside autocast."""
+
+        def left_padded(prompts: Sequence[tuple[int, ...]]) -> DecodeBatch:
+            return LeftPaddedBatch(self.model, prompts, pad_id=self.pad_id)
+
         if self.state_passes is not None:
             return RecurrentBatch(self.state_passes, prompts)
-        return LeftPaddedBatch(self.model, prompts, pad_id=self.pad_id)
+        path, _ = self.decode_path
+        if path == "left_padded":
+            return left_padded(prompts)
+        if path == "separate_rows":
+            return SeparateRows(prompts, left_padded)
+        return UncachedRows(self.passes, prompts, max_tokens=self.score_batch_tokens)
+
+    @cached_property
+    def decode_path(self) -> tuple[DecodePath, str | None]:
+        """How `decode_batch` decodes, and why not in one padded batch."""
+        with self.autocast_context():
+            return choose_decode_path(self.model, pad_id=self.pad_id)
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
@@ -191,23 +239,16 @@ class LocalEngine:
     @property
     def state_passes(self) -> StatePasses | None:
         """How a recurrent or hybrid model continues from saved states; None: it has only a KV
-        cache."""
+        cache, or states that do not continue a sequence."""
         passes = self._probed_states
-        if isinstance(passes, str):
-            raise ModelError(
-                f"{self.name} ({self.model.config.model_type}) cannot sample: its states do not "
-                f"continue a sequence ({passes}). Use another model, or this one as a teacher that "
-                "only scores, with evaluate.teacher = false"
-            )
-        return passes
+        return passes if isinstance(passes, StatePasses) else None
 
     @property
     def row_state_tokens(self) -> int:
         """See `Capabilities`."""
         if find_unsupported_attention(self.model) is None:  # without a probe, for models with KV
             return 0
-        passes = self._probed_states
-        return passes.row_state_tokens if isinstance(passes, StatePasses) else 0
+        return 0 if self.state_passes is None else self.state_passes.row_state_tokens
 
     @cached_property
     def _probed_states(self) -> StatePasses | str | None:
@@ -312,15 +353,10 @@ class LocalEngine:
     @cached_property
     def separate_branches_reason(self) -> str | None:
         """Why branches of this model are scored separately; None: they share their trunk's pass."""
-        if self._branch_states is not None:
-            return find_separate_reason(self._branch_states)
+        if self.state_passes is not None:
+            return find_separate_reason(self.state_passes)
         with self.autocast_context():
             return probe_tree_scoring(self.passes)
-
-    @property
-    def _branch_states(self) -> StatePasses | None:
-        """Of a recurrent or hybrid model, whose branches continue from states at their splices."""
-        return self._probed_states if isinstance(self._probed_states, StatePasses) else None
 
     @torch.no_grad()
     def score_branches(
@@ -334,9 +370,9 @@ class LocalEngine:
         for r in requests:
             self.check_length(max([r.num_read, *(b.splice + len(b.scored) for b in r.branches)]))
         with self.autocast_context(), self._patch_model():
-            if self._branch_states is not None:
+            if self.state_passes is not None:
                 return score_state_trees(
-                    self._branch_states,
+                    self.state_passes,
                     self.head,
                     requests,
                     pad_id=self.pad_id,

@@ -71,8 +71,9 @@ class MixedSampler:
         self, requests: Sequence[MixedRequest], sampling: Sampling
     ) -> list[MixedSample]:
         student, teacher = self.student, self.teacher
-        student_batch = student.decode_batch([r.prompt_ids for r in requests])
-        with self.teacher_weights():
+        with student.autocast_context():
+            student_batch = student.decode_batch([r.prompt_ids for r in requests])
+        with self.teacher_weights(), teacher.autocast_context():
             teacher_batch = teacher.decode_batch([r.teacher_prompt_ids for r in requests])
         buffer = student.make_buffer(len(requests), sampling)
         num_replaced = [0] * len(requests)

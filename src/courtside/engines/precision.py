@@ -6,6 +6,7 @@ it: any current GPU, and some CPUs. Other CPUs emulate it slowly.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ def has_bf16_flag(cpu_info: str) -> bool:
         if bf16_flags is not None:
             return not bf16_flags.isdisjoint(flags.split())
     return False
+
+
+def average_in_place(tensor: Tensor, other: Tensor, share: float) -> None:
+    """(1 − share)·tensor + share·other. An LM head's bias may be −inf in both, and stays so."""
+    excluded = tensor == -math.inf if tensor.ndim == 1 else None
+    tensor.lerp_(other, share)
+    if excluded is not None:
+        tensor.masked_fill_(excluded & (other == -math.inf), -math.inf)
 
 
 class Int8Linear(nn.Module):

@@ -6,12 +6,13 @@ compared with a plain forward pass before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache
 
 from courtside.engines.patches.attention import (
@@ -20,14 +21,24 @@ from courtside.engines.patches.attention import (
     masks_by_layer_kind,
 )
 from courtside.engines.patches.capped_attention import needs_own_softmax
-from courtside.engines.patches.patch import apply_patches, eval_mode
+from courtside.engines.patches.patch import apply_patches, eval_mode, patch_attention
 from courtside.engines.patches.windows import PROBE_WINDOW, find_layer_kinds, shrink_window
+from courtside.engines.rope import LENGTH_DEPENDENT, find_rope_types, is_rope_fixed
 
 SPARSE_ATTENTION_FIELDS = (
     "attention_window", "attention_window_size", "index_topk", "keep_window_size",
     "local_attention", "sliding_windows", "window_size",
 )  # fmt: skip
 """Config fields by which some models restrict attention in a way of their own."""
+
+
+MAX_ERROR = 2e-3
+"""Relative, of float32 hidden states: rounding leaves 1e-5, TF32 on a GPU 1e-3."""
+PROBE_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What a model raises that cannot run an example; some models of transformers assert."""
 
 
 def find_unsupported_attention(model: Any) -> str | None:
@@ -54,43 +65,43 @@ def find_unsupported_attention(model: Any) -> str | None:
     sparse = [name for name in SPARSE_ATTENTION_FIELDS if getattr(config, name, None)]
     if sparse:
         return f"its {sparse[0]} restricts attention"
-    dynamic = sorted(_rope_types(config) & {"dynamic", "longrope"})
-    if dynamic:
+    if getattr(config, "cross_attention_layers", None):
+        return "its cross-attention layers have no keys of the text"
+    dynamic = sorted(find_rope_types(config) & set(LENGTH_DEPENDENT))
+    if dynamic and not is_rope_fixed(model):
         return f"its RoPE depends on the sequence length (rope_type = {dynamic[0]!r})"
     return None
 
 
-def _rope_types(config: Any) -> set[str]:
-    rope_types = set()
-    pending = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
-    while pending:
-        settings = pending.pop()
-        if isinstance(settings, Mapping):
-            rope_types.add(str(settings.get("rope_type", settings.get("type"))))
-            pending.extend(settings.values())
-    return rope_types
-
-
 @torch.no_grad()
 def run_probe(
-    model: Any, compute_error: Callable[[], float], *, max_error: float = 0.01
+    model: Any,
+    compute_error: Callable[[], float],
+    *,
+    max_error: float = MAX_ERROR,
+    max_error_16bit: float = 0.05,
+    shrinks_window: bool = True,
 ) -> str | None:
     """What is wrong with an example whose relative error is `compute_error()`; None: nothing.
-    `max_error`: in float32. Windows are small meanwhile, so that the example crosses them."""
+    `max_error`: in float32. `shrinks_window`: windows are small meanwhile, so that the example
+    crosses them."""
     try:
         with eval_mode(model):
-            if not window_is_in_effect(model):
+            if shrinks_window and not window_is_in_effect(model):
                 return "its sliding window cannot be made smaller for a small example"
-            with apply_patches(shrink_window(model)):
+            with apply_patches(shrink_window(model) if shrinks_window else ()):
                 error = compute_error()
     except torch.OutOfMemoryError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+    except PROBE_ERRORS as e:
         return f"a small example fails ({type(e).__name__}: {e})"
-    is_16bit = torch.is_autocast_enabled(model.device.type) or model.dtype.itemsize < 4
-    if not error < (0.05 if is_16bit else max_error):
+    if not error < (max_error_16bit if is_16bit(model) else max_error):
         return "on a small example its hidden states are not those of separate passes"
     return None
+
+
+def is_16bit(model: Any) -> bool:
+    return torch.is_autocast_enabled(model.device.type) or model.dtype.itemsize < 4
 
 
 def window_is_in_effect(model: Any) -> bool:
@@ -111,14 +122,90 @@ def distance_from_plain_forward(model: Any, ids: list[int], hidden_ND: Tensor) -
     """Relative error of the last N hidden states against a forward pass over these ids alone."""
     out = model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
     plain_ND = out.last_hidden_state[0, -len(hidden_ND) :].float()
-    error_N = (hidden_ND.float() - plain_ND).norm(dim=-1) / plain_ND.norm(dim=-1)
-    # The median: rounding may send a single token to another expert.
-    return float(error_N.median())
+    norm_N = plain_ND.norm(dim=-1)
+    # A padding token's state may be zero throughout.
+    error_N = (hidden_ND.float() - plain_ND).norm(dim=-1) / norm_N.clamp(min=0.1 * norm_N.mean())
+    # In 16 bits the median: rounding may send a single token to another expert.
+    return float(error_N.median() if is_16bit(model) else error_N.max())
+
+
+# ── batches and causality ────────────────────────────────────────────────────────────────────────
+
+PROBE_LENGTHS = (3, 21, 44, 9)
+"""Of sequences in one batch."""
+BLOCK_FIELDS = (
+    "compress_rates", "index_block_size", "index_topk", "indexer_budget", "local_attn_chunk_length",
+)  # fmt: skip
+"""Config fields of attention to blocks or selected tokens, where padding may take the place of a
+token. In a large model only a longer sequence than a probe's would show it."""
+
+
+def find_batch_problem(model: Any) -> str | None:
+    """Why the config rules out batches of sequences of different lengths; None: it does not."""
+    config = model.config.get_text_config()
+    names = [name for name in BLOCK_FIELDS if getattr(config, name, None)]
+    return f"its {names[0]} selects blocks or tokens, which padding may change" if names else None
+
+
+def probe_ids(model: Any, length: int, seed: int) -> list[int]:
+    """Other ids for each seed, at most as many as the model has positions."""
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+    return [1 + (7 * i * i + 5 * seed + i) % (vocab_size - 1) for i in range(min(length, longest))]
+
+
+def probe_causality(model: Any) -> str | None:
+    """Why no sequence can be sampled and scored alike; None: later tokens change nothing."""
+    return run_probe(model, lambda: _causality_error(model), shrinks_window=False)
+
+
+def _causality_error(model: Any) -> float:
+    """Distance of the first tokens of one pass from passes over these alone. Blocks of attention
+    end at some of the lengths and not at others."""
+    ids = probe_ids(model, max(PROBE_LENGTHS), 1)
+    out = model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+    return max(
+        distance_from_plain_forward(model, ids[:length], out.last_hidden_state[0, :length])
+        for length in (3, 10, 21, 24, 31)
+        if length < len(ids)
+    )
+
+
+# ── KV cache ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def probe_kv_cache(model: Any) -> str | None:
     """Why a plain KV cache with masked slots cannot serve this model; None: it can."""
-    return find_unsupported_attention(model) or run_probe(model, lambda: _kv_cache_error(model))
+    reason = find_unsupported_attention(model)
+    if reason is None and not _uses_attention_interface(model):
+        reason = "its attention is not one of transformers' AttentionInterface"
+    return reason or run_probe(model, lambda: _kv_cache_error(model))
+
+
+class _AttentionReached(Exception):
+    """Raised by the attention of `_uses_attention_interface`."""
+
+
+def _raise_reached(*states: Any, **settings: Any) -> Any:
+    raise _AttentionReached
+
+
+PROBE_ATTENTION = "courtside_probe"
+AttentionInterface.register(PROBE_ATTENTION, _raise_reached)
+
+
+@torch.no_grad()
+def _uses_attention_interface(model: Any) -> bool:
+    """Whether a layer's attention can be replaced by another implementation."""
+    ids = torch.tensor([probe_ids(model, 3, 0)], device=model.device)
+    with eval_mode(model), apply_patches([patch_attention(model, PROBE_ATTENTION)]):
+        try:
+            model.base_model(input_ids=ids, use_cache=False)
+        except _AttentionReached:
+            return True
+        except PROBE_ERRORS:
+            return False
+    return False
 
 
 def _kv_cache_error(model: Any, num_cached: int = 8, num_valid: int = 5) -> float:

@@ -7,7 +7,6 @@ bias it.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import InProcessEngine, SampleRequest, Sampling, ScoreRequest
+from courtside.evaluate.untrained import measure_untrained
 from courtside.seeds import seed_for
 from courtside.types import Message, Trajectory
 
@@ -61,16 +61,14 @@ def measure_collateral(
     seed: int,
 ) -> dict[str, float]:
     """All `collateral/…`. The untrained student is in memory only meanwhile."""
-    untrained = load_untrained()
-    try:
+
+    def measure(untrained: InProcessEngine) -> dict[str, float]:
         return {
             **collateral_kl(before, untrained, trained),
             **collateral_kl_on_prompts(untrained, trained, template, seed=seed),
         }
-    finally:
-        del untrained
-        gc.collect()  # models and CUDA graphs hold on to each other in circles
-        torch.cuda.empty_cache()  # several runs may share a GPU; does nothing without one
+
+    return measure_untrained(load_untrained, measure)
 
 
 def collateral_kl(

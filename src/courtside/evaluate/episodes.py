@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from courtside.engines.base import Engine, ScoreRequest
 from courtside.evaluate.intervals import mean_interval
+from courtside.evaluate.untrained import measure_untrained
 from courtside.report.metrics import error_by_decision
 from courtside.types import Trajectory, Turn
 
@@ -46,20 +48,36 @@ def _event_fraction(turns: Sequence[Turn], kind: str | None) -> float:
     return sum(has_event) / len(has_event)
 
 
-def logp_drop(before: Sequence[Trajectory], engine: Engine) -> dict[str, float]:
-    """Mean drop in log-prob, in nats per token, of tokens that the student sampled before training.
+def logp_drop(
+    before: Sequence[Trajectory], engine: Engine, load_untrained: Callable[[], Engine]
+) -> dict[str, float]:
+    """Mean drop in log-prob, in nats per token, of tokens that the student wrote before training.
 
     `logp_drop/clean_turns` covers turns without an event, which training should leave alone, and
-    `logp_drop/error_turns` the others; a group without turns is omitted. Over all turns together
-    the mean would estimate KL(before ‖ now). Each group alone does not: it is selected by outcome.
+    `logp_drop/error_turns` the others; a group without turns is omitted. Over all sampled turns
+    together the mean would estimate KL(before ‖ now). Each group alone does not: it is selected by
+    outcome.
+
+    Greedy decoding leaves no log-probs to compare with: the student chose each token with
+    certainty. Both sides are then scored at temperature 1, and the untrained student is loaded.
     """
-    sampled = [t for t in before if t.num_completion_tokens]
-    requests = [ScoreRequest.of_trajectory(t) for t in sampled]
+    answers = [t for t in before if t.num_completion_tokens]
+    is_greedy = any(t.temperature == 0 for t in answers)
+    if is_greedy:
+        assert all(t.temperature == 0 for t in answers), "one evaluation has one temperature"
+        answers = [replace(t, temperature=1.0) for t in answers]
+    requests = [ScoreRequest.of_trajectory(t) for t in answers]
+    if is_greedy:
+        scores_before = measure_untrained(load_untrained, lambda engine: engine.score(requests))
+        logps_before = [scores.logp_T.tolist() for scores in scores_before]
+    else:
+        logps_before = [[*(t.sampler_logp or ())] for t in answers]
     drops: dict[str, list[float]] = {"logp_drop/clean_turns": [], "logp_drop/error_turns": []}
-    for trajectory, scores in zip(sampled, engine.score(requests), strict=True):
-        assert trajectory.sampler_logp is not None, "the student sampled it"
+    for trajectory, logp_before_T, scores in zip(
+        answers, logps_before, engine.score(requests), strict=True
+    ):
         for turn, logp_before, logp_now in zip(
-            trajectory.turn_of, trajectory.sampler_logp, scores.logp_T.tolist(), strict=True
+            trajectory.turn_of, logp_before_T, scores.logp_T.tolist(), strict=True
         ):
             group = "error_turns" if trajectory.turns[turn].events else "clean_turns"
             drops[f"logp_drop/{group}"].append(logp_before - logp_now)

@@ -4,14 +4,17 @@ The inputs are log-probabilities normalized over the *full* vocabulary and gathe
 done about the tokens outside S, the form, decides where training ends (π student, q teacher):
 
 - tail: the remaining mass of both is one extra class. A true divergence between coarsened
-  distributions; its only fixed points have π = q on S.
+  distributions; its only fixed points have π = q on S. `tail_logp` has that mass from the
+  whole vocabulary: 1 − Σ_S p is rounding noise below 1e-6 in float32, where a forward KL loses the
+  gradient that would bring the student back.
 - stop_gradient, reverse: Σ_S π·(sg[log π] − log q), whose gradient Σ_S π·log(π/q)·∇log π leaves out
   the +1 that cancels over the whole vocabulary only. Fixed point π = q on S.
 - stop_gradient, forward: Σ_S q·log(q/π). There is nothing to stop: the student is in the second
   place only, so this *is* the naive form. Tokens outside S are only pushed down, and the fixed
   point is π = q/Σ_S q on S and 0 outside: S ends up with all of the student's mass.
 - renormalized: both divided by their mass on S. Right ratios within S, but no gradient on the mass
-  of S, which stays undetermined.
+  of S, which stays undetermined. Where one side excludes all of S there are no ratios to compare:
+  value and gradient are 0.
 - naive, reverse: Σ_S π·log(π/q) with its +1: a token rises only where q > e·π, and the fixed point
   is π = q/e on S.
 
@@ -74,11 +77,13 @@ def top_k_divergence(
     *,
     name: str,
     form: Form,
+    tails: tuple[Tensor, Tensor] | None = None,
     clip: float | None = None,
     **parameters: float,
 ) -> Tensor:
     """[T], not reduced; gradient to the student only. See above for what each form converges to.
 
+    `tails`: log-probs [T] of everything outside S, of student and teacher; None: from 1 − Σ_S p.
     `clip` caps the term of each token of S; the tail counts as one token. The support is a
     constant: no gradient flows through the choice of its tokens.
     """
@@ -90,11 +95,16 @@ def top_k_divergence(
     student_logp_TK = student_logp_TK.masked_fill(~keep_TK, -math.inf)
     teacher_logp_TK = teacher_logp_TK.masked_fill(~keep_TK, -math.inf)
     if form == "tail":
-        student_logp_TK = torch.cat([student_logp_TK, _tail_logp(student_logp_TK)], dim=-1)
-        teacher_logp_TK = torch.cat([teacher_logp_TK, _tail_logp(teacher_logp_TK)], dim=-1)
+        student_tail_T, teacher_tail_T = tails or (
+            tail_logp_from_support(student_logp_TK), tail_logp_from_support(teacher_logp_TK)
+        )  # fmt: skip
+        student_logp_TK = _append_tail(student_logp_TK, student_tail_T)
+        teacher_logp_TK = _append_tail(teacher_logp_TK, teacher_tail_T)
     elif form == "renormalized":
-        student_logp_TK = student_logp_TK.log_softmax(-1)
-        teacher_logp_TK = teacher_logp_TK.log_softmax(-1)
+        is_empty_T1 = _excludes_all(student_logp_TK) | _excludes_all(teacher_logp_TK)
+        # Equal constants: no divergence, and no gradient passes a masked value.
+        student_logp_TK = student_logp_TK.masked_fill(is_empty_T1, 0.0).log_softmax(-1)
+        teacher_logp_TK = teacher_logp_TK.masked_fill(is_empty_T1, 0.0).log_softmax(-1)
     elif form == "stop_gradient" and divergence.stop_gradient_terms is not None:
         terms = functools.partial(divergence.stop_gradient_terms, **parameters)
     else:
@@ -107,20 +117,39 @@ def support_mass(logp_TK: Tensor, keep_TK: Tensor) -> Tensor:
     return logp_TK.exp().masked_fill(~keep_TK, 0.0).sum(-1)
 
 
-def tail_floor(dtype: torch.dtype) -> float:
-    """Least tail mass: 1 − Σ_S p is rounding noise below it, and may be negative."""
-    return 8 * torch.finfo(dtype).eps
+def tail_logp(logp_TV: Tensor, ids_TK: Tensor) -> Tensor:
+    """log Σ p over the tokens that are not in S, [T]: as exact as the log-probs, however small.
+    −inf where there are none."""
+    masked_TV = logp_TV.scatter(-1, ids_TK, -math.inf)
+    is_empty_T1 = _excludes_all(masked_TV)  # whose log-sum-exp has a NaN for a gradient
+    tail_T = masked_TV.masked_fill(is_empty_T1, 0.0).logsumexp(-1)
+    return tail_T.masked_fill(is_empty_T1.squeeze(-1), -math.inf)
 
 
-def _tail_logp(logp_TK: Tensor) -> Tensor:
-    """log(1 − Σ_S p), [T, 1].
+def tail_logp_from_support(logp_TK: Tensor) -> Tensor:
+    """log(1 − Σ_S p), [T], where the tokens outside S are not known.
 
-    The gradient goes on as if at the floor, bounded: a student that is sure of tokens the teacher
-    does not have must still be able to move.
+    Below a floor the difference is rounding noise, and may be negative. The gradient goes on as if
+    at the floor, bounded: a student that is sure of tokens the teacher does not have must still be
+    able to move.
     """
-    tail_T1 = 1 - logp_TK.exp().sum(-1, keepdim=True)
-    floor = tail_floor(logp_TK.dtype)
-    return (tail_T1 + (tail_T1.clamp(min=floor) - tail_T1).detach()).log()
+    mass_T = 1 - logp_TK.exp().sum(-1)
+    floor = 8 * torch.finfo(logp_TK.dtype).eps
+    return (mass_T + (mass_T.clamp(min=floor) - mass_T).detach()).log()
+
+
+def fill_empty_tails(tail_T: Tensor) -> Tensor:
+    """The least positive mass where no token is outside S, or where all of them are excluded: a
+    divergence from nothing at all is finite."""
+    return tail_T.masked_fill(tail_T == -math.inf, math.log(torch.finfo(tail_T.dtype).tiny))
+
+
+def _append_tail(logp_TK: Tensor, tail_T: Tensor) -> Tensor:
+    return torch.cat([logp_TK, fill_empty_tails(tail_T).unsqueeze(-1)], dim=-1)
+
+
+def _excludes_all(logp_TK: Tensor) -> Tensor:
+    return (logp_TK == -math.inf).all(-1, keepdim=True)
 
 
 @functools.cache

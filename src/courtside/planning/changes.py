@@ -145,6 +145,16 @@ def _add_lora(work: Workload) -> Iterator[_Variant]:
         yield _Variant(setting=f"student.lora.rank={LORA_RANK}", work=changed)
 
 
+def _quantize_base(work: Workload) -> Iterator[_Variant]:
+    student = work.recipe.student
+    is_merged = student.adapter is not None or student.average_with is not None
+    if student.lora is not None and student.lora.base_dtype == "auto" and not is_merged:
+        lora = student.lora.model_copy(update={"base_dtype": "nf4"})
+        yield _Variant(
+            setting="student.lora.base_dtype=nf4", work=_with(work, "student", lora=lora)
+        )
+
+
 def _add_gpus(work: Workload) -> Iterator[_Variant]:
     """The fewest that fit, in powers of two; on paper, as the trainer uses one."""
     if not work.device.is_gpu:
@@ -174,6 +184,7 @@ def _shrink_step(work: Workload) -> Iterator[_Variant]:
 
 SETTINGS = (
     _checkpoint, _offload, _shrink_micro_batch, _shrink_kv_cache, _quantize_teacher, _add_lora,
+    _quantize_base,
     _shrink_step,
 )  # fmt: skip
 """In the order in which they are combined: those that change least about the method first."""

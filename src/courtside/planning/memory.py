@@ -58,9 +58,7 @@ class PhaseMemory:
 def resident_bytes(work: Workload) -> dict[str, float]:
     """Held in every phase."""
     models, recipe, shards = work.models, work.recipe, work.num_gpus
-    student = models.student.num_parameters * (
-        4 if models.num_adapter is None else ITEM_SIZE[models.dtype]
-    )
+    student = model_bytes(models.student, models.base_dtype)
     parts = {
         "student weights": (student + 4 * (models.num_adapter or 0)) / shards,
         "AdamW moments": 0.0 if _offloads(work) else 8 * models.num_trained / shards,
@@ -79,11 +77,14 @@ def resident_bytes(work: Workload) -> dict[str, float]:
 
 
 def teacher_bytes(teacher: TeacherModel) -> float:
+    return model_bytes(teacher.shape, teacher.dtype)
+
+
+def model_bytes(shape: ModelShape, dtype: str) -> float:
     """Quantized are the linear layers; embedding and LM head stay in bfloat16."""
-    shape = teacher.shape
-    if teacher.dtype in ITEM_SIZE:
-        return shape.num_parameters * ITEM_SIZE[teacher.dtype]
-    per_weight = 1.0 if teacher.dtype == "int8" else NF4_BYTES
+    if dtype in ITEM_SIZE:
+        return shape.num_parameters * ITEM_SIZE[dtype]
+    per_weight = 1.0 if dtype == "int8" else NF4_BYTES
     return shape.num_linear_parameters * per_weight + 2.0 * (
         shape.num_parameters - shape.num_linear_parameters
     )

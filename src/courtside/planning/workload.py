@@ -74,6 +74,8 @@ class PlannedModels:
     student: ModelShape
     dtype: str
     """Of the student's matmuls: bfloat16 or float32."""
+    base_dtype: str
+    """Of the student's stored weights: float32 where all of them train, else of the frozen base."""
     num_adapter: int | None
     """Weights of the LoRA adapter. None: all weights train."""
     teachers: tuple[TeacherModel, ...]
@@ -278,9 +280,14 @@ def plan_models(
         for teacher in recipe.model_teachers
         if isinstance(teacher, ModelTeacherConfig)
     }
+    dtype = resolve_dtype(recipe.student.dtype, device)
+    base_dtype = "float32"
+    if lora is not None:
+        base_dtype = dtype if lora.base_dtype == "auto" else lora.base_dtype
     return PlannedModels(
         student=student,
-        dtype=resolve_dtype(recipe.student.dtype, device),
+        dtype=dtype,
+        base_dtype=base_dtype,
         num_adapter=student.num_lora_parameters(lora.rank, lora.target_modules) if lora else None,
         teachers=tuple(
             TeacherModel(model=model, shape=teachers[model], dtype=resolve_dtype(dtype, device))

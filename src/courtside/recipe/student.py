@@ -7,7 +7,14 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from courtside.recipe.base import Fraction, Section, Setting
 
@@ -21,6 +28,9 @@ class LoraConfig(Section):
     """Names of the linear layers that get an adapter. `all-linear`: all but the output head, which
     may be named (`lm_head`), without dropout then. A head that is the input embedding too stays
     that: the adapter acts on the logits alone, and an export with it merged has two weights."""
+    base_dtype: Literal["auto", "nf4"] = "auto"
+    """Of the frozen base. auto: as `student.dtype`. nf4: linear layers but the output head in 4
+    bits by bitsandbytes, as in QLoRA (`pip install -e '.[quantized]'`); the adapter is float32."""
 
 
 class AverageConfig(Section):
@@ -53,6 +63,10 @@ class StudentConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time, the same
     result."""
+    context_length: PositiveInt | None = None
+    """Tokens of the longest sequence. Unset: as many as the model has positions; where its RoPE
+    factors depend on the length (longrope, dynamic NTK), the length that it was first trained with.
+    More gives all sequences the factors of that length, as vLLM's `--max-model-len` does."""
     chat_template_args: Mapping[str, Setting] = Field(default_factory=dict)
     """Switches of the model's chat template, such as `{ enable_thinking = false }` or
     `{ reasoning_effort = "low" }`, for every prompt of training and evaluation. A name that the
@@ -61,6 +75,19 @@ class StudentConfig(Section):
     """The date, as in `2026-11-18`, that chat templates write which name today's. Unset: that of
     the day on which the process begins, so a run resumed later has other prompts."""
     trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _check_base(self) -> StudentConfig:
+        if self.lora is None or self.lora.base_dtype == "auto":
+            return self
+        for name in ("adapter", "average_with"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"lora.base_dtype = 'nf4' quantizes while the model loads, before {name!r} "
+                    "could be merged. Make a merged model first (`courtside export`) and name its "
+                    "folder in `model`"
+                )
+        return self
 
     @field_validator("chat_template_date")
     @classmethod

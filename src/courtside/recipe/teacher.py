@@ -100,6 +100,8 @@ class ModelTeacherConfig(Section):
     """auto: as the student's. int8: weights of the linear layers in 8 bits with a scale per row.
     nf4: in 4 bits, by bitsandbytes (`pip install -e '.[quantized]'`)."""
     context: Context | None = None
+    context_length: PositiveInt | None = None
+    """As `student.context_length`."""
     chat_template_args: ChatTemplateArgs = None
     """Switches of the chat template in the teacher's prompt. Unset: the student's. Turns after the
     first answer are what the student saw. Not with a [reader]."""

@@ -12,21 +12,39 @@ from courtside.errors import ModelError
 
 
 def find_bare_layers(model: Any) -> list[str]:
-    """Names of linear layers whose weight another layer's forward pass reads and multiplies itself.
+    """Names of linear layers whose weight another layer reads and multiplies itself, and of those
+    that are linear by their class alone.
 
-    Mixers of Mamba do that for their time steps, and hand the weights of their last layers to fused
-    kernels, in training alone. An adapter would train there without effect, or the sampler would
-    have an effect that training does not see.
+    Mixers of Mamba do the first for their time steps, and hand the weights of their last layers to
+    fused kernels, in training alone; Gemma 3n clips coefficients so. An adapter would train there
+    without effect, or the sampler would have an effect that training does not see. Routers of
+    experts are of the second kind: what they return is no product.
     """
     names = []
     for parent_name, parent in model.named_modules():
         children = {n: c for n, c in parent.named_children() if isinstance(c, nn.Linear)}
+        names += [f"{parent_name}.{name}" for name, m in children.items() if _computes_more(m)]
         if children:
-            source = inspect.getsource(inspect.unwrap(type(parent).forward))
+            source = _read_source(parent)
             # Not self.lm_head.weight.dtype or .device, which multiply nothing.
             read = set(re.findall(r"\bself\.(\w+)\.weight\b(?!\.d)", source))
             names += [f"{parent_name}.{name}" for name in children if name in read]
     return names
+
+
+def _computes_more(module: nn.Linear) -> bool:
+    """Of a model's own class; quantized layers have a forward pass of their own, too."""
+    has_rule = type(module).forward is not nn.Linear.forward
+    return has_rule and type(module).__module__.startswith("transformers.models.")
+
+
+def _read_source(parent: nn.Module) -> str:
+    """A whole model's class also ties and initializes weights."""
+    is_layer = type(parent).__module__.startswith("transformers.models.") and not hasattr(
+        parent, "config_class"
+    )
+    cls = type(parent)
+    return inspect.getsource(cls if is_layer else inspect.unwrap(cls.forward))
 
 
 def check_targets(model: Any, bare_layers: list[str], target_modules: object) -> None:

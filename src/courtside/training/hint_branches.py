@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from courtside.engines.base import ScoreRequest, Scores
+from courtside.engines.compatibility import uses_activation_checkpointing
 from courtside.engines.forward.batching import SequenceSpan
 from courtside.engines.forward.forward import ForwardPasses, score_positions
 from courtside.engines.forward.tree_scoring import forward_branches, probe_tree_scoring
@@ -28,7 +29,7 @@ from courtside.types import DeferredTarget, Scored, Target, Trajectory
 def find_deferral_problem(passes: ForwardPasses) -> str | None:
     """Why the update's pass cannot score hints as a teacher would; None: it can."""
     model = passes.model
-    if model.is_gradient_checkpointing:
+    if uses_activation_checkpointing(model):
         return "student.gradient_checkpointing keeps no keys and values"
     if uses_dropout(model):
         return "dropout acts on the update's pass"

@@ -68,6 +68,10 @@ def kv_bytes_per_token(model: Any, dtype: torch.dtype | None) -> int:
     """
     config = model.config.get_text_config()
     itemsize = (dtype or next(model.parameters()).dtype).itemsize
+    if getattr(config, "is_heterogeneous", False):  # as Gemma 4: heads differ from layer to layer
+        num_layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+        layers = [config.per_layer_config[i] for i in range(num_layers)]
+        return int(2 * sum(x.num_key_value_heads * x.head_dim for x in layers) * itemsize)
     kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
     num_layers = sum("attention" in kind or "hybrid" in kind for kind in kinds)
     num_layers -= sum(kind == "linear_attention" for kind in kinds)

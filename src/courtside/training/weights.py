@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from courtside.engines.compatibility import (
+    disable_activation_checkpointing,
+    enable_activation_checkpointing,
+    uses_activation_checkpointing,
+)
 from courtside.engines.lm_head import LMHead
 from courtside.engines.loading import load_model, silence_tied_weight_warnings
-from courtside.engines.precision import resolve_dtype
+from courtside.engines.precision import average_in_place, resolve_dtype
 from courtside.errors import ModelError
 from courtside.recipe.student import LoraConfig, StudentConfig
 from courtside.seeds import seed_for
@@ -43,7 +48,15 @@ class StudentWeights:
             adapter=config.adapter,
             keep_layers=config.keep_layers,
             average_with=None if average is None else (average.model, average.weight),
+            in_4_bits=config.lora is not None and config.lora.base_dtype == "nf4",
         )
+        if self.model.config.model_type == "rwkv":
+            raise ModelError(
+                f"student.model = {config.model!r} is an RWKV, whose layers in transformers "
+                "overwrite what their backward pass needs. Choose another student; it may be a "
+                "teacher"
+            )
+        _keep_differentiable(self.model)
         self.autocast = torch.bfloat16 if dtype == torch.bfloat16 else None
         self.adapter: Any = None
         if config.lora:
@@ -56,14 +69,12 @@ class StudentWeights:
                     f"{type(self.model).__name__}. Set it to false and lower "
                     "train.micro_batch_tokens"
                 )
-            self.model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+            enable_activation_checkpointing(self.model)
         self.device = device
 
     @property
     def uses_gradient_checkpointing(self) -> bool:
-        return bool(self.model.is_gradient_checkpointing)
+        return uses_activation_checkpointing(self.model)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -107,7 +118,7 @@ class StudentWeights:
     def copy(self) -> Any:
         """A separate frozen model with the current weights."""
         model = copy.deepcopy(self.model).eval()
-        model.gradient_checkpointing_disable()
+        disable_activation_checkpointing(model)
         return model.requires_grad_(False)
 
 
@@ -121,7 +132,15 @@ class MovingAverage:
     @torch.no_grad()
     def update(self) -> None:
         for name, average in self.shadow.items():
-            average.lerp_(self.trained[name].detach(), 1 - self.decay)
+            average_in_place(average, self.trained[name].detach(), 1 - self.decay)
+
+
+def _keep_differentiable(model: Any) -> None:
+    """On CPUs with avx512_bf16, bitsandbytes packs 4-bit weights for inference when a layer first
+    runs without a gradient, and the packed ones have no backward pass."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _with_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
@@ -151,6 +170,7 @@ def _with_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
                 "linear layers of this model"
             ) from error
     check_targets(adapted.base_model.model, bare_layers, lora.target_modules)
+    _check_adapter(model, lora)
     if lora.dropout and model.get_output_embeddings() is not head:
         raise ModelError(
             f"student.lora.dropout = {lora.dropout}: the output head is among the targets, and its "
@@ -158,3 +178,40 @@ def _with_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
             "head out"
         )
     return adapted
+
+
+@torch.no_grad()
+def _check_adapter(model: Any, lora: LoraConfig) -> None:
+    """PEFT puts adapters in all kinds of linear layers, also in those that compute more, and where
+    a model multiplies the bare weight in training alone: such an adapter would act on samples only.
+    """
+    advice = "Name linear layers of its attention and MLP, such as ['q_proj', 'v_proj']"
+    ids = torch.arange(4, device=model.device)[None]
+    adapted = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
+    called: dict[bool, set[str]] = {}
+    training = model.training
+    for mode in (False, True):
+        called[mode] = set()
+        hooks = [
+            module.register_forward_hook(lambda *_, mode=mode, name=name: called[mode].add(name))
+            for name, module in adapted.items()
+        ]
+        try:
+            model.train(mode)(input_ids=ids, use_cache=False)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"student.lora.target_modules = {lora.target_modules!r}: with these adapters "
+                f"{type(model).__name__} does not run ({type(error).__name__}: {error}). {advice}"
+            ) from error
+        finally:
+            model.train(training)
+            for hook in hooks:
+                hook.remove()
+    # Routers send a token to other experts in training.
+    missed = sorted(name for name in called[False] - called[True] if "expert" not in name)
+    if missed:
+        raise ModelError(
+            f"student.lora.target_modules = {lora.target_modules!r}: in training "
+            f"{type(model).__name__} multiplies the bare weight of {missed[0]}, so its adapter "
+            f"would act on samples and never train. {advice}"
+        )

@@ -264,6 +264,21 @@ def test_a_hint_inside_the_message_above_has_a_place_everywhere(name: str) -> No
         assert "Look it up." in decode(template, sequence[num_same - 1 : num_same + num_added + 1])
 
 
+@families
+def test_a_hint_in_the_system_prompt_is_what_the_template_makes_of_it(name: str) -> None:
+    template = family_template(name)
+    trajectory = play(template, FOLLOW_UP)
+    hint = Hint(trajectory="e", turn=3, text="Look it up.", source="human")
+    if not template.renderer.takes_system:
+        with pytest.raises(ModelError, match="takes no system message: put the text into"):
+            splice_hint(trajectory, hint, template, place="system", role="user", max_tokens=999)
+        return
+    branch = splice_hint(trajectory, hint, template, place="system", role="user", max_tokens=999)
+    prompt = stock(template, Message(role="system", content="Look it up."), ASK, prompt=True)
+    later = decode(template, [i for turn in trajectory.turns[1:] for i in turn.token_ids])
+    assert branch.splice == 0 and decode(template, branch.token_ids) == prompt + later
+
+
 # ── tools ────────────────────────────────────────────────────────────────────────────────────────
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.",

@@ -191,6 +191,24 @@ def test_the_kernel_samples_the_token_that_torch_samples(V: int, temperature: fl
     torch.testing.assert_close(logp.double(), exact, rtol=1e-4, atol=1e-4)
 
 
+def test_excluded_tokens_are_neither_sampled_nor_counted() -> None:
+    """A bias of −inf: on some tokens, and on all of a block, as padding of a vocabulary may be."""
+    torch.manual_seed(0)
+    V = BLOCK_VOCAB + 40
+    logits = torch.randn(40, V, device=DEVICE)
+    logits[:, 3], logits[:, BLOCK_VOCAB:] = -torch.inf, -torch.inf
+    uniform = torch.rand(40, dtype=torch.float64, device=DEVICE)
+    uniform[0] = 1.0 - 1e-16
+    ids, logp = sample_from_logits(logits, uniform, 0.7)
+    exact = (logits.double() / 0.7).log_softmax(-1)
+    assert bool(((ids < BLOCK_VOCAB) & (ids != 3)).all())
+    torch.testing.assert_close(logp.double(), exact.gather(1, ids[:, None])[:, 0])
+    scale = torch.full((40,), 1 / 0.7, device=DEVICE)
+    logps = token_logps(logits, torch.where(torch.arange(40, device=DEVICE) < 5, 3, ids), scale)
+    assert bool((logps[:5] == -torch.inf).all())
+    torch.testing.assert_close(logps[5:], logp[5:])
+
+
 def test_tokens_are_sampled_as_often_as_they_are_likely() -> None:
     """Evenly spaced random numbers: each token in proportion to its probability, up to one."""
     N = 100

@@ -8,13 +8,11 @@ import pytest
 import torch
 from support.hybrids import KINDS, hybrid_engine, make_hybrid, plain_logp
 from support.tiny_model import tiny_model, tiny_tokenizer
+from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 from courtside.engines.base import SampleRequest, Sampling
-from courtside.engines.forward.state_passes import (
-    StateBatch,
-    StatePasses,
-    probe_state_passes,
-)
+from courtside.engines.forward.state_passes import StateBatch, StatePasses
+from courtside.engines.forward.state_probe import probe_state_passes
 from courtside.engines.generation.recurrent_session import RecurrentSession
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.local import LocalEngine
@@ -23,7 +21,6 @@ from courtside.engines.patches.fused_layers import FusedLayers
 from courtside.engines.patches.onednn_prepack import prepack_linear_layers
 from courtside.engines.patches.patch import apply_patches
 from courtside.engines.row_states import StateLayout
-from courtside.errors import ModelError
 
 SINGLE_TOKENS = {"jamba", "mamba", "falcon_mamba", "minimax"}
 """Kinds whose passes over several tokens do not start from the state."""
@@ -172,7 +169,22 @@ def test_rows_are_joined_and_split_without_loss() -> None:
         assert all(map(torch.equal, copied.tensors, state.tensors))
 
 
-def test_unknown_states_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_states_outside_of_its_cache_samples_without_one() -> None:
+    config = RecurrentGemmaConfig(
+        vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=8, lru_width=32,
+        attention_window_size=16, block_types=["recurrent", "recurrent", "attention"],
+        pad_token_id=0, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    engine = LocalEngine(RecurrentGemmaForCausalLM(config).eval(), tiny_tokenizer(), name="x")
+    requests = [SampleRequest(prompt_ids=prompt(n), seed=n) for n in (2, 30)]
+    samples = engine.sample(requests, Sampling(max_new_tokens=4))
+    assert engine.decode_path[0] == "uncached"
+    for request, sample in zip(requests, samples, strict=True):
+        assert_plain(engine, request.prompt_ids + sample.token_ids, sample.logp)
+
+
+def test_rows_with_unknown_states_are_not_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = LocalEngine(make_hybrid("lfm2"), tiny_tokenizer(), name="model-x")
     init = StateLayout.__init__
 
@@ -181,9 +193,13 @@ def test_unknown_states_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
         init(self, cache)
 
     monkeypatch.setattr(StateLayout, "__init__", add_state)
-    request = SampleRequest(prompt_ids=(3, 4), seed=0)
-    with pytest.raises(ModelError, match=r"model-x \(lfm2\) cannot sample.*router_states"):
-        engine.sample([request], Sampling(max_new_tokens=2))
+    requests = [SampleRequest(prompt_ids=(3, 4) * n, seed=n) for n in (1, 4)]
+    samples = engine.sample(requests, Sampling(max_new_tokens=5))
+    assert engine.decode_path[0] == "separate_rows"
+    for request, sample in zip(requests, samples, strict=True):
+        ids = request.prompt_ids + sample.token_ids
+        expected_T = plain_logp(engine.model, ids)[len(request.prompt_ids) - 1 :]
+        torch.testing.assert_close(torch.tensor(sample.logp), expected_T, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_mamba", "zamba2", "kimi_linear"])

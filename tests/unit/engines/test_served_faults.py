@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from support.vllm_stand_in import (
     uniform_rows,
 )
 
-from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
+from courtside.engines.base import Capabilities, SampleRequest, Sampling, ScoreRequest
 from courtside.engines.served.adapters import AdapterSync
 from courtside.engines.served.engine import ServedEngine
 from courtside.engines.served.pool import ReplicaPool
 from courtside.engines.served.probe import probe_servers
 from courtside.engines.served.replicas import choose_replica
+from courtside.engines.served.student import ServedStudent
 from courtside.errors import RecipeError, RunError
 from courtside.recipe.server import ServerConfig
 
@@ -182,6 +184,16 @@ def test_likeliest_tokens_must_be_all_there(servers: list[VllmStandIn]) -> None:
     servers[0].fault = fail_first(1, prompt_logps([None, two, two]))
     with pytest.raises(RunError, match="1 of the 2 likeliest tokens at position 1"):
         engine.score([SCORED], want="top_k", top_k=2)
+
+
+def test_a_sequence_without_a_scored_token_has_empty_scores(servers: list[VllmStandIn]) -> None:
+    engine = make_engine(servers[0].url)
+    nothing = ScoreRequest(token_ids=(3, 4), scored=(False, False))
+    (scores,) = engine.score([nothing], want="top_k", top_k=2)
+    assert scores.top_ids_TK is not None and scores.top_logp_TK is not None
+    assert scores.logp_T.shape == (0,)
+    assert scores.top_ids_TK.shape == (0, 2) and not scores.top_ids_TK.is_floating_point()
+    assert engine.score([]) == [] and engine.sample([], SAMPLING) == []
 
 
 def test_another_temperature_is_refused(servers: list[VllmStandIn]) -> None:
@@ -361,6 +373,37 @@ def test_each_version_has_a_name_and_folder_of_its_own(
     engine.pool.close()
     assert [set(s.adapters) for s in servers] == [set()] * 2, "the last one is given back"
     assert len({name for name, _ in published}) == len({folder for _, folder in published}) == 3
+
+
+def test_log_probs_of_another_distribution_are_refused(
+    servers: list[VllmStandIn], tmp_path: Path
+) -> None:
+    """A server that leaves the temperature out of its log-probs, as vLLM does by default."""
+
+    def answer_raw(number: int, path: str, body: Any) -> Any:
+        fields = body["sampling_params"] if path == GENERATE else {"prompt_logprobs": 0}
+        return "none" if "prompt_logprobs" in fields else generated([5], [-1.0])
+
+    servers[0].fault = answer_raw
+    engine = make_engine(servers[0].url)
+    assert engine.facts.logprobs == "raw"
+    student = ServedStudent(
+        engine.pool, engine.facts, local=LocalStandIn(), name="tiny", tokenizer=engine.tokenizer,
+        sync=make_sync(engine, tmp_path, lambda: -1.0), eos_ids=engine.eos_ids, vocab_size=258,
+        context_length=512,
+    )  # fmt: skip
+    for changed in (Sampling(max_new_tokens=3, temperature=0.7), replace(SAMPLING, top_p=0.9)):
+        with pytest.raises(RecipeError, match=r"--logprobs-mode processed_logprobs"):
+            student.check_sampling(changed)
+    for plain in (SAMPLING, Sampling(max_new_tokens=3, temperature=0.0, top_k=5)):
+        student.check_sampling(plain)
+
+
+class LocalStandIn:
+    context_length = 512
+    capabilities = Capabilities(
+        top_k=258, hidden_states=True, branches=True, weight_updates=True, mixed_sampling=True
+    )
 
 
 def test_a_sync_that_changed_nothing_stops_the_run(

@@ -12,7 +12,8 @@ from support.varlen import make_branch
 from courtside.engines.base import BranchRequest, ScoreRequest, Scores
 from courtside.engines.forward import state_branches
 from courtside.engines.forward.state_branches import forward_state_branches, forward_trunk
-from courtside.engines.forward.state_passes import StatePasses, probe_state_passes
+from courtside.engines.forward.state_passes import StatePasses
+from courtside.engines.forward.state_probe import probe_state_passes
 
 EACH = pytest.mark.parametrize(
     ("kind", "adapter"), [*((kind, False) for kind in KINDS), ("qwen3_5_text", True)]

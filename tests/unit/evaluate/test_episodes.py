@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.float64 import in_float64
+from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import ScoreRequest
+from courtside.engines.local import LocalEngine
 from courtside.evaluate.episodes import episode_metrics, logp_drop
 from courtside.report.metrics import event_metrics
 from courtside.types import Event, Message, Task, Trajectory, Turn
@@ -47,6 +50,10 @@ class Now:
         return [SimpleNamespace(logp_T=-torch.arange(1.0, 1.0 + n)) for n in counts]
 
 
+def no_model() -> Any:
+    raise AssertionError("what was sampled has its log-probs: no untrained student is needed")
+
+
 def test_drift_is_before_less_now_apart_by_whether_the_turn_was_right() -> None:
     """Log-probs before are −0.5 where the turn was right, −9 where it was wrong."""
     episode = played(
@@ -54,7 +61,7 @@ def test_drift_is_before_less_now_apart_by_whether_the_turn_was_right() -> None:
     )
     silent = played()
     engine: Any = Now()
-    drops = logp_drop([episode, silent, played(make_turn([-0.5]))], engine)
+    drops = logp_drop([episode, silent, played(make_turn([-0.5]))], engine, no_model)
     # Right ones are tokens 1, 2 and 4 of the first episode and 1 of the last, now −1, −2, −4, −1.
     assert drops == {
         "logp_drop/clean_turns": pytest.approx((0.5 + 1.5 + 3.5 + 0.5) / 4),
@@ -64,10 +71,34 @@ def test_drift_is_before_less_now_apart_by_whether_the_turn_was_right() -> None:
     assert {request.temperature for request in engine.requests} == {0.5}
 
 
+def test_greedy_turns_are_compared_at_temperature_1() -> None:
+    """With both students in float64, token by token: greedy decoding itself has no log-probs."""
+    untrained, trained = tiny_model(), tiny_model(seed=1)
+    prompt = Turn(role="prompt", text="", token_ids=(5, 6), completion_mask=(False, False))
+    right, wrong = (replace(make_turn([0.0] * n, *kinds), token_ids=ids) for n, kinds, ids in
+                    ((2, (), (7, 9)), (1, ("tool_error",), (30,))))  # fmt: skip
+    episode = replace(played(right, wrong), turns=(prompt, right, wrong), temperature=0.0)
+    trained_engine, untrained_engine = (
+        LocalEngine(model, tiny_tokenizer(), name="tiny") for model in (trained, untrained)
+    )
+    drops = logp_drop([episode], trained_engine, lambda: untrained_engine)
+    before, now = (
+        in_float64(model)(torch.tensor([episode.token_ids])).logits[0].log_softmax(-1).detach()
+        for model in (untrained, trained)
+    )
+    falls = [float((before - now)[i - 1, episode.token_ids[i]]) for i in (2, 3, 4)]
+    assert drops == {
+        "logp_drop/clean_turns": pytest.approx((falls[0] + falls[1]) / 2, abs=1e-5),
+        "logp_drop/error_turns": pytest.approx(falls[2], abs=1e-5),
+    }
+    assert min(map(abs, falls)) > 0.01, "else nothing would be compared"
+
+
 def test_a_kind_of_turn_that_did_not_occur_has_no_drift() -> None:
     engine: Any = Now()
-    assert logp_drop([played(make_turn([-0.5]))], engine).keys() == {"logp_drop/clean_turns"}
-    assert logp_drop([], engine) == {}
+    drops = logp_drop([played(make_turn([-0.5]))], engine, no_model)
+    assert drops.keys() == {"logp_drop/clean_turns"}
+    assert logp_drop([], engine, no_model) == {}
 
 
 def test_errors_are_shares_of_an_episodes_turns() -> None:
@@ -92,7 +123,7 @@ def test_a_last_observation_that_nobody_answers_is_not_scored() -> None:
     """It may make the episode longer than the context."""
     unanswered = Turn(role="environment", text="", token_ids=(3,) * 9, completion_mask=(False,) * 9)
     engine: Any = Now()
-    logp_drop([played(make_turn([-0.5]), unanswered)], engine)
+    logp_drop([played(make_turn([-0.5]), unanswered)], engine, no_model)
     assert [request.token_ids for request in engine.requests] == [(1, 2, 7)]
     assert [request.scored for request in engine.requests] == [(False, False, True)]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.architectures import windowed
 from support.hybrids import hybrid_engine
 from support.small_runs import small_recipe
 
@@ -35,6 +36,14 @@ def test_bytes_per_token_are_those_of_a_cache(tiny_folder: Path) -> None:
     )
     assert 5 * kv_bytes_per_token(weights.model, None) == cache_bytes
     assert 10 * kv_bytes_per_token(weights.model, torch.bfloat16) == cache_bytes
+
+
+def test_layers_that_differ_or_share_the_cache_of_others_are_counted_one_by_one() -> None:
+    model = windowed("gemma4_text")
+    out = model(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=True)
+    layers = [layer for layer in out.past_key_values.layers if layer.is_initialized]
+    cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    assert len(layers) == 2 and 3 * kv_bytes_per_token(model, None) == cache_bytes
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", "falcon_h1", "lfm2", "mamba"])

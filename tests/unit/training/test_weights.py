@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.kind_checks import InMemoryWeights
+from support.model_kinds import ModelKind, build_model
 from support.small_runs import small_recipe
 
 from courtside.assemble import assemble
@@ -197,3 +199,23 @@ def test_bfloat16_arithmetic_keeps_trained_weights_in_float32(tiny_folder):
         assert weights.autocast == torch.bfloat16
         base = weights.model.model.embed_tokens.weight.dtype
         assert base == (torch.bfloat16 if lora else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        # Its router returns a tuple, and is a linear layer by its class.
+        ("phimoe", r"does not run \(AttributeError.* Name linear layers of its attention and MLP"),
+        # These coefficients are clipped in training, and multiplied without their layer.
+        ("gemma3n_text", r"training .* multiplies the bare weight of .*correction_coefs"),
+    ],
+)
+def test_adapters_that_fail_or_would_never_train_are_refused(kind, message, monkeypatch):
+    """As in code outside transformers, whose source is not searched for them."""
+    model = build_model(ModelKind(model_type=kind))
+    weights = InMemoryWeights(model, LoraConfig(rank=2))
+    assert len(weights.trained) >= 2 * 2 * 4 and not weights.model.training
+    monkeypatch.setattr("courtside.training.weights.find_bare_layers", lambda model: [])
+    model = build_model(ModelKind(model_type=kind))
+    with pytest.raises(ModelError, match=message):
+        InMemoryWeights(model, LoraConfig(rank=2))

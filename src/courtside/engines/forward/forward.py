@@ -1,9 +1,9 @@
 """Forward passes of token sequences, and the log-probs of their tokens.
 
-Three strategies, the first that works: packed batches with shared prefixes (`batching.py`),
-packed batches (`varlen.py`), right-padded batches. The first two are compared with plain forward
-passes on a small example; models with special attention are padded. Log-probs are computed from
-last hidden states, one chunk of logits at a time.
+Four strategies, the first that works: packed batches with shared prefixes (`batching.py`), packed
+batches (`varlen.py`), right-padded batches, one sequence at a time. All but the last are compared
+with plain forward passes on a small example. Log-probs are computed from last hidden states, one
+chunk of logits at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -44,8 +44,11 @@ from courtside.engines.patches.capped_attention import needs_own_softmax
 from courtside.engines.patches.fused_layers import FusedLayers
 from courtside.engines.patches.patch import Patch, apply_patches, eval_mode, patch_attention
 from courtside.engines.probes import (
+    PROBE_LENGTHS,
     distance_from_plain_forward,
+    find_batch_problem,
     find_unsupported_attention,
+    probe_ids,
     run_probe,
 )
 
@@ -61,6 +64,9 @@ class ForwardPasses:
     """Why batches are padded; None: they are packed."""
     unshared_reason: str | None = None
     """Why packed batches share no prefixes; None: they do."""
+    separate_reason: str | None = None
+    """Where batches are not packed: why each sequence takes a pass of its own; None: they are
+    padded."""
     fused_layers: FusedLayers | None = None
     backend: VarlenBackend = DEFAULT_BACKEND
 
@@ -106,6 +112,8 @@ class ForwardPasses:
         """
         if self.padding_reason is not None:
             assert cache is None, "tree scoring needs a packed batch"
+            if self.separate_reason is not None:
+                return self._forward_separately(sequences)
             ids_BL = pad_right(sequences, self.pad_id, self.model.device)
             out = self.model.base_model(input_ids=ids_BL, use_cache=False)
             longest = ids_BL.shape[1]
@@ -116,6 +124,17 @@ class ForwardPasses:
         ids = [token for segment in batch.segments for token in segment.ids]
         positions = [s.first_position + n for s in batch.segments for n in range(len(s.ids))]
         return self._forward_packed(ids, positions, layout, cache), batch.spans
+
+    def _forward_separately(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Sequence[SequenceSpan]]:
+        hidden = []
+        for ids in sequences:
+            ids_1L = tensor_on([list(ids)], dtype=torch.long, device=self.model.device)
+            out = self.model.base_model(input_ids=ids_1L, use_cache=False)
+            hidden.append(out.last_hidden_state[0])
+        starts = accumulate((len(ids) for ids in sequences[:-1]), initial=0)
+        return torch.cat(hidden), [SequenceSpan(start=start) for start in starts]
 
     def forward_on_cache(
         self,
@@ -235,17 +254,20 @@ def probe_forward_passes(
 ) -> ForwardPasses:
     """The best strategy for this model. `uses_dropout`: the passes run in training mode with it."""
     padding_reason = probe_packing(model, backend)
-    unshared_reason = None
-    if padding_reason is None and uses_dropout:
+    unshared_reason = separate_reason = None
+    if padding_reason is not None:
+        separate_reason = probe_padding(model, pad_id=pad_id)
+    elif uses_dropout:
         # A shared prefix has one dropout mask, where separate samples have one each.
         unshared_reason = "dropout acts on each sample"
-    elif padding_reason is None:
+    else:
         unshared_reason = probe_prefix_sharing(model, backend)
     return ForwardPasses(
         model=model,
         pad_id=pad_id,
         padding_reason=padding_reason,
         unshared_reason=unshared_reason,
+        separate_reason=separate_reason,
         fused_layers=fused_layers,
         backend=backend,
     )
@@ -259,6 +281,24 @@ def probe_packing(model: Any, backend: VarlenBackend = DEFAULT_BACKEND) -> str |
     if attn_implementation(model) != "sdpa" and not needs_own_softmax(model):
         return f"attn_implementation = {attn_implementation(model)!r} was asked for"
     return run_probe(model, lambda: _packing_error(model, (5, 1, 12, 24), 0, backend))
+
+
+def probe_padding(model: Any, *, pad_id: int) -> str | None:
+    """Why each sequence of this model takes a pass of its own; None: batches can be padded."""
+    reason = find_batch_problem(model)
+    # Whatever its window: no token attends to padding after it.
+    return reason or run_probe(model, lambda: _padding_error(model, pad_id), shrinks_window=False)
+
+
+def _padding_error(model: Any, pad_id: int) -> float:
+    """Distance of sequences in one padded batch from separate forward passes."""
+    sequences = [probe_ids(model, length, seed) for seed, length in enumerate(PROBE_LENGTHS)]
+    passes = ForwardPasses(model=model, pad_id=pad_id, padding_reason="probed")
+    hidden_ND, spans = passes.forward(sequences)
+    return max(
+        distance_from_plain_forward(model, ids, hidden_ND[span.indices(range(len(ids)))])
+        for span, ids in zip(spans, sequences, strict=True)
+    )
 
 
 def probe_prefix_sharing(model: Any, backend: VarlenBackend = DEFAULT_BACKEND) -> str | None:

@@ -9,29 +9,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from inspect import signature
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from courtside.engines.patches.patch import Patch, apply_patches, eval_mode
-from courtside.engines.patches.time_steps import make_time_step_patches
-from courtside.engines.probes import distance_from_plain_forward, run_probe
-from courtside.engines.row_states import (
-    RowState,
-    StateLayout,
-    has_recurrent_states,
-    without_states,
-)
+from courtside.engines.forward.batching import find_prefix_groups
+from courtside.engines.patches.patch import Patch, apply_patches
+from courtside.engines.row_states import RowState, StateLayout
 
 Batching = Literal["any lengths", "equal lengths", "one row"]
 """Which rows a pass that continues states may have together. Some kinds mask wrongly what pads the
 keys of shorter rows, and RWKV's layers mix the rows of a batch."""
-CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
-"""How models call the cache that they take and return."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +32,7 @@ class StatePasses:
     layout: StateLayout
     cache_argument: str
     takes_positions: bool
-    continues_by_chunks: bool = True
+    continues_by_chunks: bool = False
     """Whether a pass over several tokens starts from the state; if not, tokens follow singly."""
     batching: Batching = "any lengths"
     patches: tuple[Patch, ...] = ()
@@ -51,28 +41,55 @@ class StatePasses:
     """Tokens whose keys and values take the memory of a row's other states."""
 
     def extend(
-        self, rows: Sequence[tuple[RowState | None, Sequence[int]]], *, max_tokens: int
+        self,
+        rows: Sequence[tuple[RowState | None, Sequence[int]]],
+        *,
+        max_tokens: int,
+        last_only: bool = False,
     ) -> list[tuple[RowState, Tensor]]:
-        """The state after each row's new tokens, and their last hidden states [N, D]. Rows without
-        a state are new sequences. A pass has at most `max_tokens`, or one row."""
-        results: dict[int, tuple[RowState, Tensor]] = {}
-        groups: dict[Any, list[int]] = defaultdict(list)
-        singly: list[int] = []
-        for index, (state, ids) in enumerate(rows):
-            if state is None:
-                groups[None, len(ids)].append(index)
-            elif len(ids) > 1 and not self.continues_by_chunks:
-                singly.append(index)
-            else:
-                groups[len(ids)].append(index)
-        for members in groups.values():
-            size = max(1, max_tokens // len(rows[members[0]][1]))
-            for first in range(0, len(members), size):
-                part = members[first : first + size]
-                results |= zip(part, self._extend_equal([rows[i] for i in part]), strict=True)
-        if singly:
-            results |= zip(singly, self._extend_singly([rows[i] for i in singly]), strict=True)
-        return [results[index] for index in range(len(rows))]
+        """The state after each row's new tokens, and their last hidden states [N, D], or [1, D] of
+        the last token. Rows without a state are new sequences. A pass has at most `max_tokens`, or
+        one row."""
+        states = [state for state, _ in rows]
+        pending = [tuple(ids) for _, ids in rows]
+        hidden: list[list[Tensor]] = [[] for _ in rows]
+
+        def store(indices: Iterable[int], results: Iterable[tuple[RowState, Tensor]]) -> None:
+            for i, (state, hidden_ND) in zip(indices, results, strict=True):
+                states[i] = state
+                hidden[i] = [hidden_ND[-1:]] if last_only else [*hidden[i], hidden_ND]
+
+        while self.continues_by_chunks and (groups := _find_shared_prefixes(states, pending)):
+            prefixes = [(states[g[0]], pending[g[0]][:num_shared]) for g, num_shared in groups]
+            # Prefixes of several groups may begin alike in turn.
+            shared = self.extend(prefixes, max_tokens=max_tokens, last_only=last_only)
+            for (members, num_shared), result in zip(groups, shared, strict=True):
+                store(members, [result] * len(members))
+                for i in members:
+                    pending[i] = pending[i][num_shared:]
+        if not self.continues_by_chunks:
+            singly = [i for i, state in enumerate(states) if state and len(pending[i]) > 1]
+            if singly:
+                store(singly, self._extend_singly([(states[i], pending[i]) for i in singly]))
+                for i in singly:
+                    pending[i] = ()
+        may_split = self.continues_by_chunks and self.batching == "any lengths"
+        for step in plan_steps(
+            [len(ids) for ids in pending],
+            [state is None for state in states],
+            max_tokens=0 if self.batching == "one row" else max_tokens,
+            may_split=may_split,
+        ):
+            parts = [(states[i], pending[i][: step.num_tokens]) for i in step.rows]
+            store(step.rows, self._extend_equal(parts))
+            for i in step.rows:
+                pending[i] = pending[i][step.num_tokens :]
+        assert not any(pending)
+        return [
+            (state, torch.cat(pieces))
+            for state, pieces in zip(states, hidden, strict=True)
+            if state is not None
+        ]
 
     def _extend_equal(
         self, rows: Sequence[tuple[RowState | None, Sequence[int]]]
@@ -132,6 +149,60 @@ class StatePasses:
 
     def _tensor(self, ids: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor([list(row) for row in ids], device=self.model.device)
+
+
+def _find_shared_prefixes(
+    states: Sequence[RowState | None], pending: Sequence[tuple[int, ...]]
+) -> list[tuple[list[int], int]]:
+    """Rows that continue one state, or none, and begin alike; and for how many tokens. All but the
+    last token may be shared: every row continues after it."""
+    by_state: dict[int, list[int]] = defaultdict(list)
+    for row, state in enumerate(states):
+        by_state[id(state)].append(row)
+    return [
+        ([rows[member] for member in group.members], group.num_tokens)
+        for rows in by_state.values()
+        for group in find_prefix_groups([pending[row][:-1] for row in rows])
+    ]
+
+
+class Step(NamedTuple):
+    """One pass: the next tokens of some rows, equally many of each."""
+
+    rows: Sequence[int]
+    num_tokens: int
+
+
+def plan_steps(
+    num_tokens: Sequence[int], is_new: Sequence[bool], *, max_tokens: int, may_split: bool
+) -> list[Step]:
+    """Passes that process `num_tokens` of each row without padding; new rows are apart from those
+    that continue a state.
+
+    Rows of equal length share a pass. Where lengths are many, each row is split into powers of two
+    instead: in order, rows then meet in a pass for every bit of the longest.
+    """
+    num_bits = max(num_tokens, default=0).bit_length()
+    equal: dict[tuple[bool, int], list[int]] = defaultdict(list)
+    by_bit: dict[tuple[int, bool], list[int]] = {
+        (1 << bit, new): [] for bit in reversed(range(num_bits)) for new in (True, False)
+    }
+    for row, (count, new) in enumerate(zip(num_tokens, is_new, strict=True)):
+        if count:
+            equal[new, count].append(row)
+        for size in (1 << bit for bit in reversed(range(count.bit_length()))):
+            if count & size:
+                by_bit[size, new].append(row)
+                new = False
+    whole = [step for (_, n), rows in equal.items() for step in _split_rows(rows, n, max_tokens)]
+    split = [step for (n, _), rows in by_bit.items() for step in _split_rows(rows, n, max_tokens)]
+    # Half as many at least: every pass copies the states of its rows.
+    return split if may_split and 2 * len(split) <= len(whole) else whole
+
+
+def _split_rows(rows: Sequence[int], num_tokens: int, max_tokens: int) -> list[Step]:
+    size = max(1, max_tokens // num_tokens)
+    return [Step(rows[i : i + size], num_tokens) for i in range(0, len(rows), size)]
 
 
 @dataclass(slots=True)
@@ -197,126 +268,3 @@ class StateBatch:
             group, index = places[row]
             copies.append(self._passes.layout.copy_row(group.cache, index, group.num_tokens[index]))
         return copies
-
-
-# ── probe ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def probe_state_passes(model: Any) -> StatePasses | str | None:
-    """How this model continues from saved states, or why it cannot; None: it has no recurrent or
-    convolution states."""
-    candidates: list[StatePasses | None] = []
-
-    def find_states() -> float:
-        candidates.append(_find_passes(model))
-        return 0.0
-
-    reason = run_probe(model, find_states)
-    if reason is not None or candidates[0] is None:
-        return reason
-    max_error = _max_error(model)
-    for batching in get_args(Batching):
-        passes = replace(candidates[0], batching=batching)
-        reason = run_probe(model, partial(_decoding_error, passes), max_error=max_error)
-        if reason is None:
-            chunk_reason = run_probe(model, partial(_chunk_error, passes), max_error=max_error)
-            return replace(passes, continues_by_chunks=chunk_reason is None)
-    return reason
-
-
-@torch.no_grad()
-def _find_passes(model: Any) -> StatePasses | None:
-    parameters = signature(model.base_model.forward).parameters
-    names = [name for name in CACHE_ARGUMENTS if name in parameters]
-    if not names:
-        return None
-    with eval_mode(model):
-        ids = torch.tensor([_example_ids(model, 3)], device=model.device)
-        out = model.base_model(input_ids=ids, use_cache=True)
-    cache = getattr(out, names[0], None)
-    if cache is None or not has_recurrent_states(cache):
-        return None
-    layout = StateLayout(cache)
-    row = layout.copy_row(cache, 0, len(ids[0]))
-    bytes_per_token = layout.num_bytes(row, kv=True) // len(ids[0]) or token_bytes(model)
-    return StatePasses(
-        model=model,
-        layout=layout,
-        row_state_tokens=-(-layout.num_bytes(row, kv=False) // bytes_per_token),
-        cache_argument=names[0],
-        takes_positions="position_ids" in parameters,
-        patches=tuple(make_time_step_patches(model)),
-    )
-
-
-def token_bytes(model: Any) -> int:
-    """The unit of a memory budget for models without keys and values, where a token takes none:
-    two hidden states in every layer."""
-    config = model.config.get_text_config()
-    return int(2 * config.num_hidden_layers * config.hidden_size * model.dtype.itemsize)
-
-
-def _example_ids(model: Any, count: int, *, start: int = 0) -> list[int]:
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    return [1 + (7 * i * i + 3 * i) % (vocab_size - 1) for i in range(start, start + count)]
-
-
-def _max_error(model: Any) -> float:
-    """In float32 on a CPU rounding is a hundred times smaller; kernels of a GPU round to TF32."""
-    return 0.001 if model.device.type == "cpu" else 0.01
-
-
-EXAMPLE_LENGTHS = (2, 9, 9, 70)
-"""Two alike; shorter and longer than a convolution, and longer than a chunk of the delta rule."""
-
-
-def _example_states(passes: StatePasses, num_new: int) -> tuple[list[list[int]], list[RowState]]:
-    """Ids of some sequences, and their states after all but the last `num_new`."""
-    rows = [
-        _example_ids(passes.model, length + num_new, start=7 * row)
-        for row, length in enumerate(EXAMPLE_LENGTHS)
-    ]
-    prompts = [(None, ids[:-num_new]) for ids in rows]
-    return rows, [state for state, _ in passes.extend(prompts, max_tokens=1)]
-
-
-def _decoding_error(passes: StatePasses, num_new: int = 4) -> float:
-    """Distance from plain passes of rows that decode together, each after a prefill of its own."""
-    model = passes.model
-    rows, states = _example_states(passes, num_new)
-    hidden = []
-    for padding in (0.0, 1.0):  # if the mask hides padding, nothing depends on it
-        batch = StateBatch(passes, states, padding=padding)
-        steps = [
-            batch.forward(torch.tensor([[ids[n]] for ids in rows], device=model.device))
-            for n in range(-num_new, 0)
-        ]
-        hidden.append(torch.cat(steps, dim=1))
-    if not torch.equal(*hidden):
-        return torch.inf
-    return max(
-        distance_from_plain_forward(model, ids, hidden_ND)
-        for ids, hidden_ND in zip(rows, hidden[0], strict=True)
-    )
-
-
-def _chunk_error(passes: StatePasses, num_new: int = 6) -> float:
-    """Distance from plain passes of rows that continue from a state by several tokens at once."""
-    model, layout = passes.model, passes.layout
-    passes = replace(passes, continues_by_chunks=True)
-    rows, states = _example_states(passes, num_new)
-
-    def continue_from(states: Sequence[RowState]) -> list[Tensor]:
-        chunks = [(s, ids[-num_new:]) for s, ids in zip(states, rows, strict=True)]
-        return [hidden_ND for _, hidden_ND in passes.extend(chunks, max_tokens=num_new * len(rows))]
-
-    hidden = continue_from(states)
-    for kind in set(layout.kinds) - {"kv"}:
-        # Some kinds silently start such a pass from zeros, which a long past may not show.
-        zeroed = continue_from([without_states(state, layout, kind) for state in states])
-        if all(torch.equal(a, b) for a, b in zip(hidden, zeroed, strict=True)):
-            return torch.inf
-    return max(
-        distance_from_plain_forward(model, ids, hidden_ND)
-        for ids, hidden_ND in zip(rows, hidden, strict=True)
-    )

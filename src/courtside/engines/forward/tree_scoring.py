@@ -7,8 +7,8 @@ with the scores of n separate passes. The trunk's pass and its graph are unchang
 training step can score its hints over its own forward pass.
 
 The keys of a layer are gathered once per branch, which `default_max_keys` bounds: more branches
-take several passes. Models whose batches cannot be packed score each branch as a sequence
-(`base.score_branches_separately`).
+take several passes. Recurrent models continue from saved states (`state_branches.py`); others whose
+batches cannot be packed score each branch as a sequence (`base.score_branches_separately`).
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from courtside.engines.forward.batching import PackedBatch
+from courtside.engines.forward.key_segments import gather_segments, squeeze_batch
 from courtside.engines.forward.varlen_softmax import (
     FlashAttention,
     attend_in_blocks,
@@ -250,7 +251,7 @@ def attend_with_kernel(
     """All segments in one kernel."""
     if variant.sinks_H is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        query, key, value = (_squeeze_batch(state) for state in (query, key, value))
+        query, key, value = (squeeze_batch(state) for state in (query, key, value))
         return attend_with_sinks(query, key, value, layout, scale, variant)[None]
     kernel = layout.backend.kernel
     options: dict[str, Any] = {}
@@ -259,7 +260,7 @@ def attend_with_kernel(
             options["enable_gqa"] = True
         elif not supports_gqa(kernel, query.device, query.dtype):
             key, value = _repeat_kv(query, key, value)
-    query_NHD, key_KHD, value_KHD = (_squeeze_batch(state) for state in (query, key, value))
+    query_NHD, key_KHD, value_KHD = (squeeze_batch(state) for state in (query, key, value))
     out_NHD: Tensor = kernel(
         query_NHD,
         key_KHD,
@@ -360,60 +361,6 @@ def _align_rows(mask_QK: Tensor) -> Tensor:
 def _repeat_kv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     repeats = query.shape[1] // key.shape[1]
     return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-
-
-def _squeeze_batch(state: Tensor) -> Tensor:
-    """[1, heads, N, D] to [N, heads, D]. The backward pass of an index instead of a squeeze would
-    allocate zeros and copy the gradient into them."""
-    return state.squeeze(0).transpose(0, 1)
-
-
-# ── shared prefixes ──────────────────────────────────────────────────────────────────────────────
-
-
-def gather_segments(state: Tensor, layout: VarlenLayout) -> Tensor:
-    """Keys or values [1, heads, N, D] of a row, to [1, heads, K, D] as its segments attend to."""
-    if layout.gather_index is None:
-        return _concat_segments(state, layout)
-    from courtside.engines.kernels.prefix_gather import gather_rows
-
-    return gather_rows(_squeeze_batch(state), layout.gather_index).transpose(0, 1)[None]
-
-
-class _ConcatSegments(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, state: Tensor, layout: VarlenLayout) -> Tensor:
-        assert layout.key_segments is not None
-        ctx.layout = layout
-        # Split in memory order, in which a segment is contiguous.
-        segments = state.transpose(1, 2).split(list(layout.lengths), dim=1)
-        return torch.cat([segments[i] for i in layout.key_segments], dim=1).transpose(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        layout: VarlenLayout = ctx.layout
-        assert layout.key_segments is not None
-        (gradient,) = gradients
-        lengths = [layout.lengths[i] for i in layout.key_segments]
-        by_segment: list[list[Tensor]] = [[] for _ in layout.lengths]
-        pieces = gradient.transpose(1, 2).split(lengths, dim=1)
-        for i, piece in zip(layout.key_segments, pieces, strict=True):
-            by_segment[i].append(piece)
-        return torch.cat([_sum_gradients(g) for g in by_segment], dim=1).transpose(1, 2), None
-
-
-_concat_segments: Callable[[Tensor, VarlenLayout], Tensor] = _ConcatSegments.apply
-
-
-def _sum_gradients(gradients: Sequence[Tensor]) -> Tensor:
-    """In float32 at least: 16 bits would round away the samples of a large group."""
-    if len(gradients) == 1:
-        return gradients[0]
-    dtype = gradients[0].dtype
-    total = gradients[0].to(torch.promote_types(dtype, torch.float32), copy=True)
-    for gradient in gradients[1:]:
-        total += gradient
-    return total.to(dtype)
 
 
 # ── forward pass ─────────────────────────────────────────────────────────────────────────────────

@@ -247,17 +247,18 @@ class ContinuousBatchingSession:
     def _grow(self, row_capacity: int) -> None:
         if row_capacity <= self.cache.row_capacity:
             return
-        # Copies: the larger KV cache may use the same memory.
-        cached = [
-            (layer.keys.clone(), layer.values.clone())
-            for layer in (self.cache.hf_cache.layers if any(self.length) else ())
-        ]
+        # Copies: the larger KV cache may use the same memory. Layers that use the cache of another
+        # have none of their own.
+        cached = {
+            i: (layer.keys.clone(), layer.values.clone())
+            for i, layer in enumerate(self.cache.hf_cache.layers if any(self.length) else ())
+            if layer.is_initialized
+        }
         # By at least half: many small growths would copy everything again and again.
         row_capacity = max(row_capacity, self.cache.row_capacity * 3 // 2)
         self.cache = self.pool.acquire(self.num_rows, row_capacity)
-        if cached:
-            for layer, (keys, values) in zip(self.cache.hf_cache.layers, cached, strict=True):
-                layer.load(keys, values)
+        for i, (keys, values) in cached.items():
+            self.cache.hf_cache.layers[i].load(keys, values)
 
 
 def _get_or_make(steps: OrderedDict[Any, Step], key: Any, make: Callable[[], Step]) -> Step:

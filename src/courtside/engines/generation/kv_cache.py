@@ -104,6 +104,7 @@ class KVCache:
         self.row_B = torch.arange(num_rows, device=device)
         self.prefill_target: tuple[Tensor | None, Tensor, int] | None = None
         """During prefill: rows (None: all), positions of their tokens, attention width."""
+        self.prefill_patches = cached_attention_patches(pool.model)
         num_layers = pool.model.config.get_text_config().num_hidden_layers
         self.hf_cache = Cache(layers=[_Layer(self, i) for i in range(num_layers)])
         self.decode_steps: OrderedDict[Any, DecodeStep] = OrderedDict()
@@ -119,7 +120,7 @@ class KVCache:
         model = self._pool.model
         self.prefill_target = row_B, position_BN, width
         try:
-            with apply_patches(cached_attention_patches(model)):
+            with apply_patches(self.prefill_patches):
                 out = model.base_model(
                     input_ids=ids_BN,
                     attention_mask=cache_mask(model, position_BN, width),

@@ -34,7 +34,8 @@ class LeftPaddedBatch:
         forward pass, and its KV cache is copied for each of them."""
         position_UL = (self._mask_UL.cumsum(-1) - 1).clamp(min=0)
         hidden_UD = self._forward(self._ids_UL, self._mask_UL, position_UL)
-        self._cache.batch_select_indices(self._unique_B)
+        if len(self.prompts) > 1:  # some kinds of states cannot be selected
+            self._cache.batch_select_indices(self._unique_B)
         return hidden_UD[self._unique_B]
 
     def advance(self, next_ids: Mapping[int, int]) -> tuple[list[int], Tensor]:

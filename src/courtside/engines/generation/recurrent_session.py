@@ -57,6 +57,7 @@ class RecurrentBatch:
         extended = self._passes.extend(
             [(self._states[row], self._prompts[row]) for row in unique],
             max_tokens=default_pass_tokens(self._passes.model.device),
+            last_only=True,
         )
         self._states.clear()  # the batch has copies
         states = dict(zip(unique, (state for state, _ in extended), strict=True))

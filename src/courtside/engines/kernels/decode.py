@@ -13,6 +13,9 @@ hit. No sort, and no cumulative sums in memory.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +23,9 @@ from torch import Tensor
 
 BLOCK_POSITIONS = 64
 MAX_BLOCK_BYTES = 2**15
-"""Of a block of keys: larger heads take fewer positions at a time, as shared memory is small."""
+SHARED_BLOCKS = 5.1
+"""Shared memory that a program takes, in blocks of keys; larger heads have fewer positions in one.
+Compiled for Hopper: 4.3 to 5.03, whatever the size of the heads."""
 MAX_SPLITS = 16
 TARGET_PROGRAMS = 512
 """Enough to keep a large GPU busy; rows are split until there are as many."""
@@ -125,6 +130,18 @@ def _merge(parts, maxima, totals, sinks, out, num_heads, HAS_SINKS: tl.constexpr
     tl.store(out + head * SIZE + at_d, context.to(out.dtype.element_ty), mask=at_d < SIZE)
 
 
+@cache
+def max_block_bytes(device: torch.device) -> int:
+    """Of a block of keys: small GPUs have 99 KiB of shared memory for it, large ones 163 or 227."""
+    size = MAX_BLOCK_BYTES
+    if device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)
+        shared = properties.shared_memory_per_block_optin
+        while size * SHARED_BLOCKS > shared:
+            size //= 2
+    return size
+
+
 def decode_attention(
     query_BHD: Tensor,
     keys_BKLD: Tensor,
@@ -152,7 +169,8 @@ def decode_attention(
     query_BHD = query_BHD.contiguous()
     out_BHD = torch.empty_like(query_BHD, dtype=keys_BKLD.dtype)
     padded = triton.next_power_of_2(max(D, 16))
-    positions = min(BLOCK_POSITIONS, MAX_BLOCK_BYTES // (padded * keys_BKLD.element_size()))
+    size = max_block_bytes(keys_BKLD.device)
+    positions = min(BLOCK_POSITIONS, size // (padded * keys_BKLD.element_size()))
     # A window lies in one block more than it fills.
     max_splits = (
         MAX_SPLITS if window is None else min(MAX_SPLITS, triton.cdiv(window, positions) + 1)
@@ -190,7 +208,7 @@ def _sum_blocks(logits, maxima, totals, scale, vocab_size, row_stride, num_block
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * row_stride + at, mask=at < vocab_size, other=-1.0e30)
     x = x.to(tl.float32) * scale
-    maximum = tl.max(x, 0)
+    maximum = tl.maximum(tl.max(x, 0), -1.0e30)  # all of the block may be excluded, by −inf
     total = tl.sum(tl.where(at < vocab_size, tl.exp(x - maximum), 0.0), 0)
     tl.store(maxima + row * num_blocks + block, maximum)
     tl.store(totals + row * num_blocks + block, total)

@@ -200,12 +200,15 @@ def match_swiglu_mlp(module: Any) -> Callable[[Tensor], Tensor] | None:
         return output
 
     size = getattr(module.down_proj, "out_features", None)
-    weight = next(module.parameters(), None)
-    if size is None or weight is None:
+    # Quantized weights are integers, and have no dtype that activations could have.
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    device = next((p.device for p in module.parameters()), None)
+    if size is None or device is None:
         return None
+    dtype = torch.float32 if weight is None else weight.dtype
     # The activation is compared separately, too: with small weights any of them is nearly linear.
-    z = torch.linspace(-6, 6, 101, device=weight.device)
-    x = torch.linspace(-2, 3, 3 * size, device=weight.device).sin().view(3, size).to(weight.dtype)
+    z = torch.linspace(-6, 6, 101, device=device)
+    x = torch.linspace(-2, 3, 3 * size, device=device).sin().view(3, size).to(dtype)
     is_silu = _relative_error(activation(z), F.silu(z)) < 1e-4
     return forward if is_silu and _relative_error(forward(x), module(x)) < 1e-2 else None
 

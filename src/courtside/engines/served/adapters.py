@@ -71,7 +71,6 @@ class AdapterSync:
         self._earlier: dict[str, list[ProbeLogps]] = {}
         """By replica: of the first and the previous version that it loaded."""
         self._locks = {replica.url: asyncio.Lock() for replica in pool.replicas}
-        folder.mkdir(parents=True, exist_ok=True)
         self._folders: list[Path] = []
         pool.prepare, pool.recover = self._prepare, self._recover
         weakref.finalize(self, _remove, self._folders)
@@ -106,7 +105,7 @@ class AdapterSync:
         work, folder = self.folder / f".{name}", self.folder / name
         self._folders.append(folder)
         try:
-            work.mkdir()
+            work.mkdir(parents=True)
             self._save(work)
             work.rename(folder)
         except OSError as error:
@@ -115,7 +114,7 @@ class AdapterSync:
                 f"{self.pool.field}.adapters = {str(self.folder)!r}: the adapter cannot be written "
                 f"({error.strerror}). Name a folder with space that you may write to. {GO_ON}"
             ) from error
-        return folder.resolve()
+        return folder.absolute()  # a link may lead elsewhere on the servers
 
     # ── in the event loop of the pool ────────────────────────────────────────────────────────────
 

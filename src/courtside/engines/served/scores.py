@@ -44,7 +44,9 @@ def read_scores(
     shape = (len(logps), top_k)
     return Scores(
         logp_T=torch.tensor(logps, dtype=torch.float32, device=device),
-        top_ids_TK=torch.tensor(top_ids, device=device).view(shape) if top_k else None,
+        top_ids_TK=(
+            torch.tensor(top_ids, dtype=torch.int64, device=device).view(shape) if top_k else None
+        ),
         top_logp_TK=(
             torch.tensor(top_logps, dtype=torch.float32, device=device).view(shape)
             if top_k

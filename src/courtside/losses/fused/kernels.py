@@ -42,14 +42,17 @@ FORMS = {
 OUTPUTS = (
     "shift", "top", "log_total", "teacher_shift", "teacher_top", "teacher_log_total", "center",
     "student_logp", "teacher_logp", "student_entropy", "teacher_entropy", "reverse_kl", "value",
+    "tail", "teacher_tail", "exponent",
 )  # fmt: skip
-"""Per row: shift + top + log_total·ln 2 is the row's log-sum-exp."""
+"""Per row: shift + top + log_total·ln 2 is the row's log-sum-exp. The last three belong to top-k
+supports: log-probs of all tokens outside S, and what the gradient there is multiplied with, as a
+power of 2."""
 PER_ROW = ["ids", "temperatures", "weights", "coefficients", "outputs"]
 """Slices with any alignment: one compiled kernel for all of them."""
 
 
 @triton.jit
-def _load(row, at, VOCAB_SIZE: tl.constexpr, MASKED: tl.constexpr):
+def load_logits(row, at, VOCAB_SIZE: tl.constexpr, MASKED: tl.constexpr):
     """The raw logits of the tokens `at`."""
     if MASKED:
         raw = tl.load(row + at, mask=at < VOCAB_SIZE, other=-float("inf"))
@@ -71,7 +74,7 @@ def over_temperature(raw, shift, scale, cap, temperature, CAPPED: tl.constexpr):
 @triton.jit
 def _tile(row, at, shift, scale, cap, temperature, VOCAB_SIZE: tl.constexpr, MASKED: tl.constexpr,
           CAPPED: tl.constexpr):  # fmt: skip
-    raw = _load(row, at, VOCAB_SIZE, MASKED)
+    raw = load_logits(row, at, VOCAB_SIZE, MASKED)
     return _scaled(raw, at, shift, scale, cap, temperature, VOCAB_SIZE, MASKED, CAPPED)
 
 
@@ -82,6 +85,18 @@ def _scaled(raw, at, shift, scale, cap, temperature, VOCAB_SIZE: tl.constexpr, M
     if MASKED:
         x = tl.where(at < VOCAB_SIZE, x, PADDING)
     return x
+
+
+@triton.jit
+def _finite(x):
+    """0 in place of −inf."""
+    return tl.where(x == -float("inf"), 0.0, x)
+
+
+@triton.jit
+def _gap(p, x, y):
+    """x − y, and 0 where p is 0, whatever x and y are."""
+    return tl.where(p == 0, 0.0, x - y)
 
 
 @triton.jit
@@ -137,6 +152,7 @@ def _mixture_sums(
                       VOCAB_SIZE, not WHOLE, STUDENT_CAPPED)  # fmt: skip
             y = _tile(teacher_row, at, teacher_shift, teacher_scale, teacher_cap, temperature,
                       VOCAB_SIZE, not WHOLE, TEACHER_CAPPED)  # fmt: skip
+            x, y = tl.maximum(x, PADDING), tl.maximum(y, PADDING)
             p, q, p_part, q_part = _mixed(
                 x * LOG2E - (norm - student_share), y * LOG2E - (teacher_norm - teacher_share)
             )
@@ -190,11 +206,13 @@ def _write_gradient(
                           VOCAB_SIZE, phase == FORWARDS, TEACHER_CAPPED)  # fmt: skip
                 y = tl.where(trains, y, x)
                 if FORM == REVERSE:
-                    g = tl.exp2(x * LOG2E - norm) * (weight * (x - y) - pull)
+                    p = tl.exp2(x * LOG2E - norm)
+                    g = p * (weight * _gap(p, x, y) - pull)
                 elif FORM == FORWARD:
                     p = tl.exp2(x * LOG2E - norm)
                     g = -pull * p - weight * tl.exp2(y * LOG2E - teacher_norm)
                 else:  # p and q have their shares in them, weight and pull the inverse
+                    x, y = tl.maximum(x, PADDING), tl.maximum(y, PADDING)
                     p, q, p_part, _ = _mixed(
                         x * LOG2E - (norm - student_share),
                         y * LOG2E - (teacher_norm - teacher_share),
@@ -225,9 +243,12 @@ def vocabulary_kernel(
     GROUP_MAXIMA: tl.constexpr, STUDENT_CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
     VOCAB_SIZE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One row. `outputs` [13, rows] is `OUTPUTS`; shares of a mixture are in log2; `weights` of the
-    form NONE are Σ_S h of a support. GROUP_MAXIMA: store the largest of each WIDTH logits, too, for
-    `topk_kernels`."""
+    """One row. `outputs` [16, rows] is `OUTPUTS`; shares of a mixture are in log2; `weights` of the
+    form NONE are the pull on tokens outside a support. GROUP_MAXIMA: store the largest of each
+    WIDTH logits, too, for `topk_kernels`.
+
+    A logit may be −inf: a token that its side excludes. It has a finite logit where it only adds 0,
+    and −inf where the value may be infinite."""
     n = tl.program_id(0)
     row = student + n.to(tl.int64) * student_stride
     teacher_row = teacher + n.to(tl.int64) * teacher_stride
@@ -246,17 +267,19 @@ def vocabulary_kernel(
         # a row costs no digits of the sums below.
         in_vocabulary = (token >= 0) & (token < VOCAB_SIZE)
         first = tl.where(in_vocabulary, token, 0)
-        shift = _tile(row, first, 0.0, student_scale, student_cap, temperature, VOCAB_SIZE, False,
-                      STUDENT_CAPPED)  # fmt: skip
+        token_logit = _tile(row, first, 0.0, student_scale, student_cap, temperature, VOCAB_SIZE,
+                            False, STUDENT_CAPPED)  # fmt: skip
+        shift = _finite(token_logit)
         top = tl.full([LANES], LOWEST, tl.float32)
         total = tl.zeros([LANES], tl.float32)
         sum_x = tl.zeros([LANES], tl.float32)
         teacher_shift = 0.0
         if TEACHER:
-            teacher_shift = _tile(
+            teacher_token_logit = _tile(
                 teacher_row, first, 0.0, teacher_scale, teacher_cap, temperature, VOCAB_SIZE, False,
                 TEACHER_CAPPED,
             )  # fmt: skip
+            teacher_shift = _finite(teacher_token_logit)
             teacher_top = tl.full([LANES], LOWEST, tl.float32)
             teacher_total = tl.zeros([LANES], tl.float32)
             sum_y = tl.zeros([LANES], tl.float32)
@@ -265,7 +288,7 @@ def vocabulary_kernel(
         for MASKED in tl.static_range(2):
             for start in range(MASKED * WHOLE, WHOLE + MASKED * (VOCAB_SIZE - WHOLE), BLOCK):
                 at = start + offsets
-                raw = _load(row, at, VOCAB_SIZE, MASKED)
+                raw = load_logits(row, at, VOCAB_SIZE, MASKED)
                 if GROUP_MAXIMA:
                     group = n.to(tl.int64) * GROUPS + start // WIDTH + tl.arange(0, LANES)
                     tl.store(maxima + group, tl.max(raw, 1).to(maxima.dtype.element_ty))
@@ -275,23 +298,23 @@ def vocabulary_kernel(
                 shrink = tl.exp2((top - new_top) * LOG2E)
                 e = tl.exp2((x - new_top[:, None]) * LOG2E)
                 total = total * shrink + tl.sum(e, 1)
-                sum_x = sum_x * shrink + tl.sum(e * x, 1)
+                sum_x = sum_x * shrink + tl.sum(e * tl.maximum(x, PADDING), 1)
                 top = new_top
                 if TEACHER:
-                    raw = _load(teacher_row, at, VOCAB_SIZE, MASKED)
+                    raw = load_logits(teacher_row, at, VOCAB_SIZE, MASKED)
                     if GROUP_MAXIMA:
                         most = tl.max(raw, 1).to(teacher_maxima.dtype.element_ty)
                         tl.store(teacher_maxima + group, most)
                     y = _scaled(raw, at, teacher_shift, teacher_scale, teacher_cap, temperature,
                                 VOCAB_SIZE, MASKED, TEACHER_CAPPED)  # fmt: skip
-                    sum_gap = sum_gap * shrink + tl.sum(e * (x - y), 1)
+                    sum_gap = sum_gap * shrink + tl.sum(e * _gap(e, x, y), 1)
                     new_top = tl.maximum(teacher_top, tl.max(y, 1))
                     shrink = tl.exp2((teacher_top - new_top) * LOG2E)
                     e = tl.exp2((y - new_top[:, None]) * LOG2E)
                     teacher_total = teacher_total * shrink + tl.sum(e, 1)
-                    sum_y = sum_y * shrink + tl.sum(e * y, 1)
+                    sum_y = sum_y * shrink + tl.sum(e * tl.maximum(y, PADDING), 1)
                     if FORM == FORWARD:
-                        sum_forward = sum_forward * shrink + tl.sum(e * (y - x), 1)
+                        sum_forward = sum_forward * shrink + tl.sum(e * _gap(e, y, x), 1)
                     teacher_top = new_top
         # Lanes are combined: every warp has loaded all before any goes on, so storing is safe.
         row_top = tl.max(top, 0)
@@ -302,7 +325,8 @@ def vocabulary_kernel(
         tl.store(out, shift)
         tl.store(out + num_rows, row_top)
         tl.store(out + 2 * num_rows, log_total)
-        tl.store(out + 7 * num_rows, tl.where(in_vocabulary, -log_sum, float("nan")))
+        token_logp = token_logit - shift - log_sum  # −log_sum, or −inf where it is excluded
+        tl.store(out + 7 * num_rows, tl.where(in_vocabulary, token_logp, float("nan")))
         tl.store(out + 9 * num_rows, log_sum - tl.sum(sum_x * share, 0) / row_total)
         if TEACHER:
             center = tl.sum(sum_gap * share, 0) / row_total
@@ -315,7 +339,8 @@ def vocabulary_kernel(
             tl.store(out + 3 * num_rows, teacher_shift)
             tl.store(out + 4 * num_rows, teacher_row_top)
             tl.store(out + 5 * num_rows, teacher_log_total)
-            tl.store(out + 8 * num_rows, tl.where(in_vocabulary, -teacher_log_sum, float("nan")))
+            token_logp = teacher_token_logit - teacher_shift - teacher_log_sum
+            tl.store(out + 8 * num_rows, tl.where(in_vocabulary, token_logp, float("nan")))
             mean_y = tl.sum(sum_y * share, 0) / row_total
             tl.store(out + 10 * num_rows, teacher_log_sum - mean_y)
             tl.store(out + 11 * num_rows, value)
@@ -354,8 +379,10 @@ def vocabulary_kernel(
         at_token = tl.load(coefficients + n) * factor
         weight = weight * factor
         trains = weight != 0
+        log_scale = 0.0
         if FORM == NONE:
             pull = weight + at_token
+            log_scale = tl.load(out + 15 * num_rows)
         else:
             # A row without weight must not use its teacher, which may be NaN.
             center = tl.where(trains, center, 0.0)
@@ -372,7 +399,7 @@ def vocabulary_kernel(
             teacher_shift, teacher_row_top, teacher_log_total = 0.0, 0.0, 0.0
         _write_gradient(
             row, teacher_row, token, weight, trains, at_token, pull, shift, teacher_shift,
-            row_top * LOG2E + log_total, teacher_row_top * LOG2E + teacher_log_total, temperature,
-            student_scale, teacher_scale, student_cap, teacher_cap, student_share, teacher_share,
-            FORM, STUDENT_CAPPED, TEACHER_CAPPED, VOCAB_SIZE, LANES, WIDTH,
+            row_top * LOG2E + log_total - log_scale, teacher_row_top * LOG2E + teacher_log_total,
+            temperature, student_scale, teacher_scale, student_cap, teacher_cap, student_share,
+            teacher_share, FORM, STUDENT_CAPPED, TEACHER_CAPPED, VOCAB_SIZE, LANES, WIDTH,
         )  # fmt: skip

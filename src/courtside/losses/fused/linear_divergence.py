@@ -12,6 +12,7 @@ and `torch_backend` for everything else; both compute the same formulas.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
@@ -307,6 +308,8 @@ def _extrapolate(teacher: RawLogits, reference: RawLogits, *, lam: float) -> Raw
         for values_NV in [side.scale * side.values_NV.to(_wide_dtype(side.values_NV))]
     )
     mixed_NV = lam * teacher_NV + (1 - lam) * reference_NV
+    # q^λ is 0 where q is, also where ref^(1−λ) is infinite.
+    mixed_NV.masked_fill_(teacher_NV == -math.inf, -math.inf)
     return RawLogits(values_NV=mixed_NV, scale=1.0, softcap=None)
 
 

@@ -11,14 +11,15 @@ then by id, which makes all of them different: a key of 64 bits, the logit's abo
 complement below. The result does not depend on the order in which threads store. Among NaN any
 tokens are selected.
 
-Reverse KL: in torch (`support_divergence`, which has every divergence in every form) this is some
+Reverse KL: in torch (`support_gradient.py`, which has every divergence in every form) this is some
 seventy small operations, each of which costs a kernel launch. With π the student and q the teacher
-h = ∂L/∂log π = π·(log(π/q) − log(π_tail/q_tail)); without a tail only the first of the two logs,
-which is the form with a stopped gradient. Nothing here synchronizes with the GPU.
+h = ∂L/∂log π = π·log(π/q), of the tokens of S and of the tail; without a tail this is the form with
+a stopped gradient. Nothing here synchronizes with the GPU.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -41,10 +42,12 @@ TEACHER = tl.constexpr(0)
 STUDENT = tl.constexpr(1)
 JOINT = tl.constexpr(2)
 SUPPORTS = {"teacher": TEACHER, "student": STUDENT, "joint": JOINT}
-SUPPORT_OUTPUTS = ("value", "student_mass", "teacher_mass", "overlap", "sum")
-"""Of each row; the last is Σ_S h, weighted."""
-FLOOR = tl.constexpr(8 * torch.finfo(torch.float32).eps)
-"""Least tail mass: `top_k.tail_floor`."""
+TAIL_ROW = tl.constexpr(OUTPUTS.index("tail"))
+TEACHER_TAIL_ROW = tl.constexpr(OUTPUTS.index("teacher_tail"))
+SUPPORT_OUTPUTS = ("value", "student_mass", "teacher_mass", "overlap", "pull")
+"""Of each row; the last is for tokens outside S, whose gradient is −π·(pull + coefficient)."""
+EMPTY_TAIL = tl.constexpr(math.log(torch.finfo(torch.float32).tiny))
+"""In place of −inf: `top_k.fill_empty_tails`."""
 
 
 # ── selection ─────────────────────────────────────────────────────────────────────────────────────
@@ -263,7 +266,7 @@ def reverse_kl_on_support(
     divergence: DivergenceSpec,
     per_row: tuple[Tensor, ...],
 ) -> tuple[DivergenceStats, Tensor, Tensor]:
-    """(statistics, Σ_S h, the gradient by the logits of the tokens of S).
+    """(statistics, the pull on tokens outside S, the gradient by the logits of the tokens of S).
 
     `sides`: the student's and the teacher's logits, for their scales and softcaps only; `selected`:
     the most likely tokens of each. `per_row`: sampled tokens, temperatures, weights, ∂L/∂log π of
@@ -287,8 +290,8 @@ def reverse_kl_on_support(
             PADDED=triton.next_power_of_2(k), num_warps=1 if k <= 128 else 4,
         )  # fmt: skip
     by_name = {f"{name}_N": support_outputs[i] for i, name in enumerate(SUPPORT_OUTPUTS)}
-    sum_N = by_name.pop("sum_N")
-    return DivergenceStats(**by_name), sum_N, values_NK
+    pull_N = by_name.pop("pull_N")
+    return DivergenceStats(**by_name), pull_N, values_NK
 
 
 @triton.jit
@@ -297,8 +300,8 @@ def _support_terms(
     teacher_scale, student_cap, teacher_cap, STUDENT_CAPPED: tl.constexpr,
     TEACHER_CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Of these tokens: (π; π and q of those that count; the q that trains; log(π/q); the slope of
-    the student's softcap)."""
+    """Of these tokens: (π; π and q of those that count; log(π/q); the slope of the student's
+    softcap)."""
     shift = tl.load(out)
     raw = tl.load(student_raw + at, mask=inside, other=0.0)
     x = over_temperature(raw, shift, student_scale, student_cap, temperature, STUDENT_CAPPED)
@@ -317,7 +320,15 @@ def _support_terms(
     p = tl.where(keep, everywhere, 0.0)
     q = tl.where(keep, tl.exp(logq), 0.0)
     gap = tl.where(p == 0, 0.0, logp - trained)
-    return everywhere, p, q, tl.where(keep, tl.exp(trained), 0.0), gap, slope
+    return everywhere, p, q, gap, slope
+
+
+@triton.jit
+def _tail(place, mass):
+    """A tail's log-prob, finite, from the sum over the smaller part: the tail or S."""
+    tail = tl.load(place)
+    tail = tl.where(tail == -float("inf"), EMPTY_TAIL, tail)
+    return tl.where(mass < 0.5, tl.log(1.0 - mass), tail)
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride", "k", "width"])
@@ -346,49 +357,46 @@ def support_kernel(
         first += COMPARED
     temperature, weight = tl.load(temperatures + n), tl.load(weights + n)
     on, out = weight != 0, outputs + n
-    student_mass, teacher_mass, trained_mass, value = 0.0, 0.0, 0.0, 0.0
+    student_mass, teacher_mass, value = 0.0, 0.0, 0.0
     if OF != STUDENT:
-        first_all, first_p, q, trained, first_gap, first_slope = _support_terms(
+        first_all, first_p, q, first_gap, first_slope = _support_terms(
             teacher_top_student_raw, teacher_top_raw, at, inside, inside, on, out, stride,
             temperature, student_scale, teacher_scale, student_cap, teacher_cap, STUDENT_CAPPED,
             TEACHER_CAPPED,
         )  # fmt: skip
         student_mass += tl.sum(first_p, 0)
         teacher_mass += tl.sum(q, 0)
-        trained_mass += tl.sum(trained, 0)
         value += tl.sum(first_p * first_gap, 0)
     if OF != TEACHER:
         keep = inside & ((shared == 0) | (OF == STUDENT))
-        p_all, p, q, trained, gap, slope = _support_terms(
+        p_all, p, q, gap, slope = _support_terms(
             student_raw, teacher_raw, at, inside, keep, on, out, stride, temperature,
             student_scale, teacher_scale, student_cap, teacher_cap, STUDENT_CAPPED, TEACHER_CAPPED,
         )  # fmt: skip
         student_mass += tl.sum(p, 0)
         teacher_mass += tl.sum(q, 0)
-        trained_mass += tl.sum(trained, 0)
         value += tl.sum(p * gap, 0)
     tail_gap = 0.0
-    total = value
     if TAIL:
-        tail = tl.maximum(1.0 - student_mass, FLOOR)
-        tail_gap = tl.log(tail) - tl.log(tl.maximum(1.0 - trained_mass, FLOOR))
-        total -= student_mass * tail_gap
-        value += tail * tail_gap
-    # Σ_S h; of each token the gradient is h − π·(Σ_S h + c), and c more where it was sampled.
-    total *= weight
+        tail = _tail(out + TAIL_ROW * stride, student_mass)
+        tail_gap = tail - _tail(out + TEACHER_TAIL_ROW * stride, teacher_mass)
+        tail_gap = tl.where(on, tail_gap, 0.0)
+        value += tl.exp(tail) * tail_gap
+    # Σ h; of each token of S the gradient is h − π·(Σ h + c), and c more where it was sampled.
+    total = value * weight
     coefficient = tl.load(coefficients + n)
     pull = total + coefficient
     factor = student_scale / temperature
     sampled = tl.load(sampled_ids + n)
     to = values + n * width + place
     if OF != STUDENT:
-        g = first_p * (first_gap - tail_gap) * weight - pull * first_all
+        g = first_p * first_gap * weight - pull * first_all
         g += tl.where(teacher_top_id == sampled, coefficient, 0.0)
         g *= first_slope * factor
         tl.store(to, g.to(values.dtype.element_ty), mask=inside)
         to += k
     if OF != TEACHER:
-        g = p * (gap - tail_gap) * weight - pull * p_all
+        g = p * gap * weight - pull * p_all
         g += tl.where(student_id == sampled, coefficient, 0.0)
         g *= slope * factor
         tl.store(to, g.to(values.dtype.element_ty), mask=inside)
@@ -397,4 +405,4 @@ def support_kernel(
     tl.store(out + num_rows, student_mass)
     tl.store(out + 2 * num_rows, teacher_mass)
     tl.store(out + 3 * num_rows, tl.sum(shared, 0).to(tl.float32) / k)
-    tl.store(out + 4 * num_rows, total)
+    tl.store(out + 4 * num_rows, total - tail_gap * weight)

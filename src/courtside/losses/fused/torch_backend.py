@@ -11,17 +11,23 @@ over the whole vocabulary that are computed in place, in closed form; sums are o
 - skewed forward, M = α·q + (1 − α)·π, b = (1 − α)·π/M ≤ 1: g = π·Σ_u q_u·b_u − q·b
 
 Any other divergence, and any cap on terms, has h from autograd, with the log-probs of a block of
-rows (or of their top-k support, [N, K]) as the leaf. Logits are finite.
+rows as the leaf. On a top-k support (`support_gradient.py`) tokens outside S have no h of their
+own: g = π·(h_tail/π_tail − Σ_S h − h_tail).
+
+A logit may be −inf: a token that a model excludes, such as padding of its vocabulary. What both
+sides exclude adds nothing; where one side only makes the divergence infinite, it is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from courtside.losses.fused.support_gradient import differentiate_on_support
 from courtside.losses.fused.types import (
     DivergenceSpec,
     DivergenceStats,
@@ -31,10 +37,19 @@ from courtside.losses.fused.types import (
     TokenStatistics,
     TopKTarget,
 )
-from courtside.losses.top_k import check_top_k, combine_top_k, support_mass, tail_floor
+from courtside.losses.top_k import (
+    check_top_k,
+    combine_top_k,
+    tail_logp,
+    tail_logp_from_support,
+)
 
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**25
 """Elements of one block: on a CPU what its caches hold, so that many passes over it cost little."""
+EXCLUDED = -1e30
+"""The student's log-prob of a token that both sides exclude: its exponential is 0."""
+SMALLEST_SUM = 2.0**-100
+"""Below this, terms of a sum of probabilities may be missing: they have underflowed."""
 
 
 class TorchVocabularyPass:
@@ -129,7 +144,7 @@ def _scale_logits(
     return tanh_NV.mul_((raw.softcap / temperature_N)[:, None]), slope_NV
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class VocabularyBlock:
     """Log-probs and probabilities of a few rows, all of which are overwritten on the way."""
 
@@ -140,16 +155,30 @@ class VocabularyBlock:
     q_NV: Tensor | None
     """The teacher's two are None where there is no teacher."""
     scratch_NV: Tensor
+    has_excluded: bool = False
+    """Whether a log-prob may be −inf: seen when a sum over the vocabulary is NaN."""
 
     def dot(self, first_NV: Tensor, second_NV: Tensor) -> Tensor:
         """Σ over the vocabulary; a factor of 0 in `first_NV` gives 0, also against −inf."""
         sum_N = torch.mul(first_NV, second_NV, out=self.scratch_NV).sum(-1)
         if bool(sum_N.isnan().any()):
+            self.has_excluded = True
             sum_N = self.scratch_NV.masked_fill_(first_NV == 0, 0.0).sum(-1)
         return sum_N
 
+    def fill_excluded(self) -> None:
+        """The student gets a finite log-prob for tokens that both sides exclude: −inf − (−inf) is
+        NaN."""
+        assert self.logq_NV is not None
+        if not self.has_excluded:
+            return
+        excluded_NV = (self.logp_NV == -math.inf) & (self.logq_NV == -math.inf)
+        self.logp_NV.masked_fill_(excluded_NV, EXCLUDED)
+
     def set_centered(self, weight_N: Tensor, center_N: Tensor, pull_N: Tensor) -> None:
         """`logp_NV` holds z: it becomes π·(weight·(z − center) − pull)."""
+        if self.has_excluded:
+            self.logp_NV.masked_fill_(self.p_NV == 0, 0.0)  # 0 · −inf is NaN
         self.logp_NV.mul_(weight_N[:, None]).sub_((weight_N * center_N + pull_N)[:, None])
         self.logp_NV.mul_(self.p_NV)
 
@@ -170,13 +199,15 @@ def _open_block(
     negative_N = block.dot(block.p_NV, block.logp_NV)
     if block.logq_NV is None or block.q_NV is None:
         return block, TokenStatistics(student_logp_N=logp_N, student_entropy_N=-negative_N)
-    return block, TokenStatistics(
+    statistics = TokenStatistics(
         student_logp_N=logp_N,
         student_entropy_N=-negative_N,
         teacher_logp_N=block.logq_NV.gather(-1, ids_N[:, None]).squeeze(-1),
         teacher_entropy_N=-block.dot(block.q_NV, block.logq_NV),
         reverse_kl_N=negative_N - block.dot(block.p_NV, block.logq_NV),
     )
+    block.fill_excluded()
+    return block, statistics
 
 
 # ── gradients: `block.logp_NV` becomes h − π·(Σ h + pull), with h weighted ───────────────────────
@@ -195,7 +226,7 @@ def _set_gradient(
         if bool(off_N.any()):  # Without their teacher: 0 · NaN is NaN.
             block.logp_NV[off_N] = block.p_NV[off_N] * -pull_N[off_N, None]
         return value_N
-    value_N, gradient_NV = _differentiate(block.logp_NV, block.logq_NV, None, divergence, weight_N)
+    value_N, gradient_NV = _differentiate(block.logp_NV, block.logq_NV, divergence, weight_N)
     torch.mul(block.p_NV, -(pull_N + gradient_NV.sum(-1))[:, None], out=block.logp_NV)
     block.logp_NV.add_(gradient_NV)
     return value_N
@@ -264,15 +295,14 @@ CLOSED_FORM_GRADIENTS: dict[
 
 
 def _differentiate(
-    logp_NV: Tensor, logq_NV: Tensor, keep_NV: Tensor | None, divergence: DivergenceSpec,
-    weight_N: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(value, h weighted) of any divergence, by autograd."""
+    logp_NV: Tensor, logq_NV: Tensor, divergence: DivergenceSpec, weight_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(value, h weighted) of any divergence over the whole vocabulary, by autograd."""
     # Rows without weight may have a teacher of NaN; the student itself takes its place.
     logq_NV = torch.where((weight_N != 0)[:, None], logq_NV, logp_NV)
     leaf_NV = logp_NV.detach().clone().requires_grad_()
     with torch.enable_grad():
-        value_N = divergence.value(leaf_NV, logq_NV, keep_NV)
+        value_N = divergence.value(leaf_NV, logq_NV, None)
     (gradient_NV,) = torch.autograd.grad(value_N, leaf_NV, weight_N.to(value_N.dtype))
     return value_N.detach(), gradient_NV
 
@@ -298,46 +328,46 @@ def _set_support_gradient(
         teacher_NK = block.logq_NV.topk(support.k, dim=-1).indices
         ids_NK, keep_NK, overlap_N = combine_top_k(student_NK, teacher_NK, support.of)
         logq_NK = block.logq_NV.gather(-1, ids_NK)
-    stats, gradient_NK = support_divergence(
-        block.logp_NV.gather(-1, ids_NK), logq_NK, keep_NK, divergence, weight_N, overlap_N
+    logp_NK, tails = block.logp_NV.gather(-1, ids_NK), None
+    if support.form == "tail":
+        tail_N = _tail_logp(block.logp_NV, block.p_NV, ids_NK)
+        if target is None:
+            assert block.logq_NV is not None and block.q_NV is not None
+            tails = tail_N, _tail_logp(block.logq_NV, block.q_NV, ids_NK)
+        else:
+            tails = tail_N, tail_logp_from_support(logq_NK)
+    stats, gradient = differentiate_on_support(
+        logp_NK, logq_NK, keep_NK, divergence, weight_N, overlap_N, tails
     )
-    torch.mul(block.p_NV, -(pull_N + gradient_NK.sum(-1))[:, None], out=block.logp_NV)
-    block.logp_NV.scatter_add_(-1, ids_NK, gradient_NK)
+    inside_N = gradient.sum() + pull_N
+    inside_NK = gradient.h_NK - inside_N[:, None] * logp_NK.exp()
+    _pull_all(block, *gradient.outside(pull_N))
+    # Set, and the first half last: a joint support lists the teacher's tokens first, with their h.
+    for ids, half_NK in reversed(
+        [*zip(*(x.split(support.k, -1) for x in (ids_NK, inside_NK)), strict=True)]
+    ):
+        block.logp_NV.scatter_(-1, ids, half_NK)
     return stats
 
 
-def support_divergence(
-    logp_NK: Tensor, logq_NK: Tensor, keep_NK: Tensor, divergence: DivergenceSpec,
-    weight_N: Tensor, overlap_N: Tensor,
-) -> tuple[DivergenceStats, Tensor]:  # fmt: skip
-    """(statistics, h_NK weighted) from log-probs normalized over the whole vocabulary; h is 0 on
-    tokens that a joint support lists twice."""
-    support = divergence.support
-    assert support is not None
-    if (divergence.name, support.form, divergence.clip) == ("reverse_kl", "tail", None):
-        safe_NK = torch.where((weight_N != 0)[:, None], logq_NK, logp_NK)
-        value_N, gradient_NK = reverse_kl_with_tail(logp_NK, safe_NK, keep_NK)
-        gradient_NK = gradient_NK * weight_N[:, None]
-    else:
-        value_N, gradient_NK = _differentiate(logp_NK, logq_NK, keep_NK, divergence, weight_N)
-    stats = DivergenceStats(
-        value_N=value_N.masked_fill(weight_N == 0, 0.0),
-        student_mass_N=support_mass(logp_NK, keep_NK),
-        teacher_mass_N=support_mass(logq_NK, keep_NK),
-        overlap_N=overlap_N.to(logp_NK.dtype),
-    )
-    return stats, gradient_NK
+def _tail_logp(logp_NV: Tensor, p_NV: Tensor, ids_NK: Tensor) -> Tensor:
+    """`tail_logp` without another pass of exponentials, but where all of them are tiny."""
+    p_NK = p_NV.gather(-1, ids_NK)
+    mass_N = p_NV.scatter_(-1, ids_NK, 0.0).sum(-1)
+    p_NV.scatter_(-1, ids_NK, p_NK)
+    tail_N = mass_N.log()
+    is_tiny_N = mass_N < SMALLEST_SUM
+    if bool(is_tiny_N.any()):
+        tail_N[is_tiny_N] = tail_logp(logp_NV[is_tiny_N], ids_NK[is_tiny_N])
+    return tail_N
 
 
-def reverse_kl_with_tail(
-    logp_NK: Tensor, logq_NK: Tensor, keep_NK: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(value, h = π·(log(π/q) − log(π_tail/q_tail))) on a top-k support with a tail: what autograd
-    gives, in a quarter of the operations."""
-    p_NK, q_NK = (x.exp().masked_fill(~keep_NK, 0.0) for x in (logp_NK, logq_NK))
-    floor = tail_floor(logp_NK.dtype)
-    tail_N1, other_N1 = ((1 - x.sum(-1, keepdim=True)).clamp(min=floor) for x in (p_NK, q_NK))
-    gap_NK = (logp_NK - logq_NK).masked_fill(p_NK == 0, 0.0)
-    gap_N1 = tail_N1.log() - other_N1.log()
-    value_N: Tensor = torch.linalg.vecdot(p_NK, gap_NK) + (tail_N1 * gap_N1).squeeze(-1)
-    return value_N, p_NK * (gap_NK - gap_N1)
+def _pull_all(block: VocabularyBlock, plain_N: Tensor, exponent_N: Tensor) -> None:
+    """`block.logp_NV` becomes −π·plain·exp(exponent)."""
+    scaled_N = exponent_N > 0
+    scaled_MV = None
+    if bool(scaled_N.any()):
+        scaled_MV = block.logp_NV[scaled_N].add_(exponent_N[scaled_N, None]).exp_()
+    torch.mul(block.p_NV, -plain_N[:, None], out=block.logp_NV)
+    if scaled_MV is not None:
+        block.logp_NV[scaled_N] = scaled_MV.mul_(-plain_N[scaled_N, None])

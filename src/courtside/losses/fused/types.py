@@ -139,8 +139,15 @@ class DivergenceSpec:
         shares = math.log(share), math.log1p(-share)
         return shares if self.name == "skew_reverse_kl" else (shares[1], shares[0])
 
-    def value(self, student_NV: Tensor, teacher_NV: Tensor, keep_NK: Tensor | None) -> Tensor:
-        """[N] from log-probs of the vocabulary, or of a support and which of it counts."""
+    def value(
+        self,
+        student_NV: Tensor,
+        teacher_NV: Tensor,
+        keep_NK: Tensor | None,
+        tails: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """[N] from log-probs of the vocabulary, or of a support, which of it counts, and its tails
+        on both sides."""
         if self.support is None:
             return divergence(
                 student_NV, teacher_NV, name=self.name, clip=self.clip, **self.parameters
@@ -148,7 +155,7 @@ class DivergenceSpec:
         assert keep_NK is not None
         return top_k_divergence(
             student_NV, teacher_NV, keep_NK, name=self.name, form=self.support.form,
-            clip=self.clip, **self.parameters,
+            tails=tails, clip=self.clip, **self.parameters,
         )  # fmt: skip
 
 
