@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from courtside.drafts.base import DraftOutcome
-from courtside.errors import Interrupted, UserError
+from courtside.errors import Interrupted, RunError, UserError
 from courtside.interrupts import StopSignal, handle_signals
 from courtside.rank_messages import Command, End, Evaluate, RankStep, Save, Step
 from courtside.run import INTERRUPTIBLE_PHASES, restore_from, save_checkpoint
@@ -47,7 +47,8 @@ class Follower:
                 yield
         except BaseException as error:
             if self.ranks.is_shared(error) and not self.ranks.has_ended:
-                self._obey()  # the leader may save
+                with suppress(RunError):
+                    self._obey()  # the leader may save
             raise
 
     def remaining_steps(self) -> Iterator[int]:
@@ -96,10 +97,12 @@ class Follower:
                 case Evaluate(policies=policies, split=split, step=step):
                     with self._survive_failures(), self.phase("evaluate"):
                         measure_policies(self.parts.evaluator, policies, split, step=step)
-                case End(stopped_by=stopped_by):
+                case End(stopped_by=stopped_by, has_failed=has_failed):
                     self.ranks.has_ended = True
                     if stopped_by is not None:
                         raise Interrupted("stopped, as the leader says", stopped_by)
+                    if has_failed:
+                        raise RunError("failed, as the leader says")
                     return None
 
     @contextmanager

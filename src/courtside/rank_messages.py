@@ -35,6 +35,7 @@ class Evaluate:
 class End:
     stopped_by: int | None
     """The number of the signal that stopped the run."""
+    has_failed: bool
 
 
 Command = Step | Save | Evaluate | End

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,7 +132,8 @@ class Run:
             for tracker in self.trackers:
                 tracker.close()
             self.console.finish()
-            self.ranks.end(End(stopped_by=self._stopped_by))
+            has_failed = sys.exc_info()[0] is not None
+            self.ranks.end(End(stopped_by=self._stopped_by, has_failed=has_failed))
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to do. Evaluates before the first; `record` does after each."""

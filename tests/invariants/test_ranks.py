@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from support.small_runs import small_tree, write_jsonl
 
-from courtside.api import train
+from courtside.api import export, train
 from courtside.cli.launch import launch
 from courtside.errors import RunError
 from courtside.recipe.load import parse_recipe
+from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
 from courtside.training.checkpoints import latest, load, num_steps_of
 
 SCRIPT = Path(__file__).parents[1] / "support" / "rank_script.py"
 GRADIENT, WEIGHT = 1e-6, 1e-5
 """Tolerances: of the optimizer's moments, and of weights after steps of 1e-3."""
-TRAIN = {"steps": 3, "prompts_per_step": 5, "learning_rate": 1e-3}
+TRAIN = {"steps": 2, "prompts_per_step": 5, "learning_rate": 1e-3}
 
 
 class Cases:
@@ -112,7 +114,13 @@ def two_ranks(folder: Path, cases: Cases) -> Path:
     """The folder with everything that two ranks do in this module, in one launch."""
     trees = cases.trees()
     jobs = [{"recipe": tree, "folder": str(folder / f"two-{n}")} for n, tree in trees.items()]
-    jobs.append({"recipe": cases.of_steps(2), "folder": str(folder / "resumed")})
+    jobs.append({"recipe": cases.of_steps(1), "folder": str(folder / "resumed")})
+    recipe = folder / "recipe.toml"
+    recipe.write_text(toml.dumps(cases.of_steps(1)))
+    command = ["train", str(recipe), "--run", str(folder / "printed")]
+    jobs.append({"command": command, "folder": str(folder / "printed")})
+    refused = [*command, "train.optimizer_offload=true"]
+    jobs.append({"command": refused, "folder": str(folder / "refused")})
     assert run_ranks(folder, jobs, 2) == 0
     return folder
 
@@ -120,12 +128,13 @@ def two_ranks(folder: Path, cases: Cases) -> Path:
 @pytest.fixture(scope="module")
 def three_ranks(two_ranks: Path, cases: Cases) -> Path:
     """After two ranks and one process: what three do, until one of them is killed."""
-    train(parse_recipe(cases.of_steps(3)), two_ranks / "resumed", quiet=True)
+    train(parse_recipe(cases.of_steps(2)), two_ranks / "resumed", quiet=True)
     jobs = [
-        {"recipe": cases.of_steps(4), "folder": str(two_ranks / "resumed")},
-        {"recipe": cases.of_steps(4), "folder": str(two_ranks / "raised"), "raise": [2, 1]},
-        {"recipe": cases.of_steps(4), "folder": str(two_ranks / "stopped"), "signal": [1, 1]},
-        {"recipe": cases.of_steps(4), "folder": str(two_ranks / "killed"), "kill": [2, 2]},
+        {"recipe": cases.of_steps(3), "folder": str(two_ranks / "resumed")},
+        {"recipe": cases.of_steps(3), "folder": str(two_ranks / "raised"), "raise": [2, 1]},
+        {"recipe": cases.of_steps(3), "folder": str(two_ranks / "stopped"), "signal": [1, 1]},
+        {"recipe": cases.of_steps(3), "folder": str(two_ranks / "full"), "full": [1, 2]},
+        {"recipe": cases.of_steps(3), "folder": str(two_ranks / "killed"), "kill": [2, 2]},
     ]
     with pytest.raises(RunError, match=r"rank 2 was ended by SIGKILL.*goes on from the last"):
         run_ranks(two_ranks, jobs, 3)
@@ -134,7 +143,7 @@ def three_ranks(two_ranks: Path, cases: Cases) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path, cases: Cases) -> Path:
-    train(parse_recipe(cases.of_steps(4)), folder / "uninterrupted", quiet=True)
+    train(parse_recipe(cases.of_steps(3)), folder / "uninterrupted", quiet=True)
     return folder / "uninterrupted"
 
 
@@ -170,8 +179,8 @@ def test_two_ranks_train_what_one_process_trains(two_ranks: Path, cases: Cases, 
     train(parse_recipe(cases.trees()[name]), alone, quiet=True)
     compare_runs(alone, two_ranks / f"two-{name}")
     first, second = (RunFolder.read(two_ranks / f"{n}-{name}") for n in ("one", "two"))
-    assert [s.trajectory.token_ids for s in first.trajectories(2)] == [
-        s.trajectory.token_ids for s in second.trajectories(2)
+    assert [s.trajectory.token_ids for s in first.trajectories(1)] == [
+        s.trajectory.token_ids for s in second.trajectories(1)
     ]
 
 
@@ -180,8 +189,8 @@ def test_a_run_resumes_with_any_number_of_ranks(three_ranks: Path, uninterrupted
     compare_runs(uninterrupted, resumed)
     # Answers that three ranks gave together.
     evaluations = [RunFolder.read(folder).evaluations() for folder in (uninterrupted, resumed)]
-    assert [e.scores for e in evaluations[0] if e.step in (0, 4)] == [
-        e.scores for e in evaluations[1] if e.step in (0, 4)
+    assert [e.scores for e in evaluations[0] if e.step in (0, 3)] == [
+        e.scores for e in evaluations[1] if e.step in (0, 3)
     ]
 
 
@@ -197,14 +206,47 @@ def test_an_error_of_one_rank_ends_all_and_is_told_once(three_ranks: Path) -> No
     assert num_steps_of(latest(three_ranks / "raised" / "checkpoints")) == 1
 
 
+def test_a_full_disk_of_one_rank_leaves_the_checkpoint_before(three_ranks: Path) -> None:
+    errors = outcomes(three_ranks / "full")
+    assert [outcome["reports"] for outcome in errors] == [True, False, False]
+    assert errors[1]["error"] == "RunError: failed, as the leader says"
+    assert errors[0]["error"].startswith("CheckpointError: rank 1: ")
+    assert "could not be written: [Errno 28] No space left on device" in errors[0]["error"]
+    assert "The run can go on from step-000001, which is intact" in errors[0]["error"]
+    assert num_steps_of(latest(three_ranks / "full" / "checkpoints")) == 1
+
+
+def test_the_command_line_prints_on_the_leader_alone(two_ranks: Path) -> None:
+    leader, other = outcomes(two_ranks / "printed")
+    assert (leader["code"], other["code"]) == (0, 0)
+    assert "step 1/1" in leader["out"]
+    assert "courtside export" in leader["out"]
+    assert other["out"] == ""
+    leader, other = outcomes(two_ranks / "refused")
+    assert (leader["code"], other["code"]) == (2, 2)
+    assert "train.optimizer_offload: the optimizer state is sharded" in leader["error"]
+    assert "error" not in other["error"]
+
+
+def test_an_export_has_whole_weights(two_ranks: Path) -> None:
+    """Of shards that two ranks wrote: one safetensors folder."""
+    run = two_ranks / "two-full"
+    shards = [file.name for file in latest(run / "checkpoints").glob("weights-*")]
+    assert sorted(shards) == [f"weights-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    exported = load_file(export(run, two_ranks / "exported") / "model.safetensors")
+    trained = load(latest(run / "checkpoints")).tensors["weights"]
+    assert exported.keys() == trained.keys()
+    assert all(exported[name].equal(tensor) for name, tensor in trained.items())
+
+
 def test_a_signal_to_one_rank_stops_all_and_saves_once(
     three_ranks: Path, uninterrupted: Path, cases: Cases
 ) -> None:
     stopped = three_ranks / "stopped"
     errors = outcomes(stopped)
     assert [outcome["reports"] for outcome in errors] == [True, False, False]
-    assert "stopped by SIGTERM after 1 of 4 steps; everything is saved" in errors[0]["error"]
-    train(parse_recipe(cases.of_steps(4)), stopped, quiet=True)
+    assert "stopped by SIGTERM after 1 of 3 steps; everything is saved" in errors[0]["error"]
+    train(parse_recipe(cases.of_steps(3)), stopped, quiet=True)
     compare_runs(uninterrupted, stopped)
 
 
@@ -217,5 +259,5 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(
     assert all("another rank is gone" in outcome["error"] for outcome in survivors)
     assert sum(outcome["reports"] for outcome in survivors) == 1
     assert num_steps_of(latest(killed / "checkpoints")) == 2
-    train(parse_recipe(cases.of_steps(4)), killed, quiet=True)
+    train(parse_recipe(cases.of_steps(3)), killed, quiet=True)
     compare_runs(uninterrupted, killed)

@@ -1,26 +1,34 @@
 """What the ranks of a test do, in processes of their own: `python rank_script.py JOBS.json`.
 
-Jobs run one after the other. `train`: a recipe into a folder. What it raises is written beside the
-folder, by rank. `raise`, `signal` and `kill` name a rank and a step in whose rollout that happens.
+Jobs run one after the other, each with a `folder`. One with `recipe` trains it there; what it
+raises is written beside the folder, by rank. `raise`, `signal` and `kill` name a rank and a step in
+whose rollout that happens; `full` a rank and the checkpoint for which its disk has no space. One
+with `command` runs the command line, and writes what it prints.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from courtside import ranks
 from courtside.api import train
+from courtside.cli.app import app
 from courtside.engines import precision
 from courtside.errors import TaskError
 from courtside.recipe.load import parse_recipe
 from courtside.rollout.single_turn import SingleTurnRollout
+from courtside.training import checkpoints
 
 
 def main(jobs: list[dict[str, Any]]) -> None:
@@ -41,7 +49,16 @@ def main(jobs: list[dict[str, Any]]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return sample(self, tasks, step)
 
+        def save(tensors: Any, file: Path, job: dict[str, Any] = job) -> None:
+            if "full" in job and job["full"] == [rank, int(file.parent.name.split("-")[-1])]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            save_file(tensors, file)
+
+        checkpoints.save_file = save
         SingleTurnRollout.sample = disturb  # type: ignore[method-assign]
+        if "command" in job:
+            run_command(job["command"], folder.with_suffix(f".rank{rank}.json"))
+            continue
         try:
             train(parse_recipe(job["recipe"]), folder, quiet=True)
         except BaseException as error:
@@ -49,6 +66,17 @@ def main(jobs: list[dict[str, Any]]) -> None:
             text = f"{type(error).__name__}: {error}"
             outcome = {"error": text, "reports": reports}
             folder.with_suffix(f".rank{rank}.json").write_text(json.dumps(outcome))
+
+
+def run_command(arguments: list[str], file: Path) -> None:
+    out, error, code = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(out), redirect_stderr(error):
+        try:
+            app(arguments, prog_name="courtside")
+        except SystemExit as end:
+            code = int(end.code or 0)
+    outcome = {"code": code, "out": out.getvalue(), "error": error.getvalue()}
+    file.write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from support.small_runs import small_recipe
 
-from courtside.assemble.sharded import find_sharding_problems
+from courtside.assemble.sharded import find_sharding_problems, note_idle_ranks
+from courtside.ranks import Ranks
 
 HINTS = {
     "tasks": {"kind": "toolbox"},
@@ -37,3 +38,19 @@ def test_it_is_refused_with_a_fix(field: str, changes: dict[str, Any], from_one_
 
 def test_what_is_sharded_is_not_refused() -> None:
     assert list(find_sharding_problems(small_recipe(Path("m"), Path("t")), 8)) == []
+
+
+def test_controls_within_a_trajectory_are_not_refused() -> None:
+    for control in ("random_turn", "all_turns"):
+        recipe = small_recipe(Path("m"), **HINTS, reader={"kind": "rules", "control": control})
+        assert list(find_sharding_problems(recipe, 8)) == []
+
+
+def test_idle_processes_are_noted() -> None:
+    recipe = small_recipe(Path("m"), Path("t"), train={"prompts_per_step": 2})
+    ranks = Ranks()
+    assert note_idle_ranks(recipe, ranks) is None
+    ranks.size = 5
+    note = note_idle_ranks(recipe, ranks)
+    assert note is not None
+    assert "3 of 5 processes have nothing" in note

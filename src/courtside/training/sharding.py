@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from courtside.engines.compatibility import disable_activation_checkpointing
 from courtside.engines.lm_head import LMHead
 from courtside.errors import ModelError
 from courtside.ranks import Ranks
@@ -39,7 +40,7 @@ class ShardedWeights(StudentWeights):
         self.sampler, self.device, self.autocast = sampler, sampler.device, sampler.autocast
         self.adapter = None  # the sampler's is switched off and on, never the trainer's
         self.model = _copy_to_host(sampler.model)
-        sampler.model.gradient_checkpointing_disable()
+        disable_activation_checkpointing(sampler.model)
         self._reshards = reshards
         self._layers = _shard(self.model, ranks, self.device, self.autocast, reshards=reshards)
         self._trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
