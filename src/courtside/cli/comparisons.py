@@ -78,13 +78,15 @@ def _arm_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def _difference_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    from courtside.comparison.formats import format_p
+
     heads = ["difference", "points", "95% interval", "p", "paired by", "interval covers"]
     rows = [
         [
             f"{d.first} minus {d.other}",
             f"{100 * d.interval.mean:+.1f}",
             f"{100 * d.interval.low:+.1f} to {100 * d.interval.high:+.1f}",
-            f"{d.p_value:.2g}",
+            format_p(d.p_value),
             d.pairing,
             d.interval.method,
         ]

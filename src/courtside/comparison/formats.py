@@ -30,6 +30,11 @@ def format_spent(unit: str, value: float | None) -> str:
     return format_number(value)
 
 
+def format_p(p_value: float) -> str:
+    """Smaller ones depend on the normal tails of few seeds."""
+    return f"{p_value:.2g}" if p_value >= 1e-4 else "<0.0001"
+
+
 def describe_tasks(tasks: SharedTasks) -> str:
     plural = "s" * (len(tasks.ids) != 1)
     return f"{len(tasks.ids)} held-out task{plural} ({tasks.split})"

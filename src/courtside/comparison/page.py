@@ -14,6 +14,7 @@ from courtside.comparison.formats import (
     UNIT_NAMES,
     UNIT_TITLES,
     describe_tasks,
+    format_p,
     format_spent,
 )
 from courtside.comparison.runs import STEPS, UNITS
@@ -87,7 +88,7 @@ def _render_differences(comparison: Comparison) -> str:
         return ""
     rows = (
         f"<tr><th>{escape(d.first)} minus {escape(d.other)}</th>"
-        f"<td>{_render_points(d.interval)}</td><td>{d.p_value:.2g}</td><td>{PAIRINGS[d.pairing]}</td><td>{d.interval.num_seeds}</td>"
+        f"<td>{_render_points(d.interval)}</td><td>{escape(format_p(d.p_value))}</td><td>{PAIRINGS[d.pairing]}</td><td>{d.interval.num_seeds}</td>"
         f"<td>{escape(d.interval.method)}</td></tr>"
         for d in comparison.differences
     )

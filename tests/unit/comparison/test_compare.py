@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import courtside
 from courtside.cli.app import app
 from courtside.comparison.budgets import interpolate
+from courtside.comparison.formats import format_p
 from courtside.errors import UserError
 from courtside.evaluate.intervals import paired_difference
 from courtside.experiment.statistics import estimate_mean, estimate_paired
@@ -327,3 +328,9 @@ def test_the_command_prints_tables_or_json(runs: Path, tmp_path: Path) -> None:
     tree = json.loads(result.stdout)
     assert [arm["name"] for arm in tree["arms"]] == ["rewarded", "taught"]
     assert tree["arms"][0]["spent"]["money"] > 0
+
+
+def test_small_p_values_are_no_zeros() -> None:
+    assert [format_p(p) for p in (0.0, 3e-7, 1e-4, 0.0123, 1.0)] == [
+        "<0.0001", "<0.0001", "0.0001", "0.012", "1",
+    ]  # fmt: skip
