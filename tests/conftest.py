@@ -16,6 +16,8 @@ if not Path("/dev/nvidiactl").exists():
 num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 num_threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
 os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+# The width of a terminal, which workers inherit, must not decide how tables are printed.
+os.environ.pop("COLUMNS", None)
 # `nohup make test &` ignores both, and processes inherit that; tests send them to processes.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
