@@ -30,7 +30,7 @@ demo: .venv/.ready
 	$(BIN)/courtside train $(RECIPE)
 
 test: check .venv-vllm/.ready .venv-transformers4/.ready
-	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --durations=10 --ignore tests/vllm
+	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --durations=10
 	$(BIN)/pytest --durations=5 tests/vllm
 
 check: .venv/.ready

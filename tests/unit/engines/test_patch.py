@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.tiny_model import tiny_model, tiny_tokenizer
 from torch import nn
+from transformers import RecurrentGemmaConfig
 
 from courtside.engines.local import LocalEngine
 from courtside.engines.patches.patch import (
@@ -91,4 +92,12 @@ def test_a_forward_pass_shows_its_patches() -> None:
     engine = LocalEngine(tiny_model(), tiny_tokenizer(), name="tiny", vocab_size=200)
     with engine.passes.patch_model():
         assert [p.attribute for p in active_patches()] == ["_attn_implementation"]
+    assert not active_patches()
+
+
+def test_an_attribute_that_a_config_holds_under_another_name_is_restored() -> None:
+    config = RecurrentGemmaConfig(attention_window_size=16)
+    with apply_patches([Patch(config, "sliding_window", 5)]):
+        assert config.attention_window_size == config.sliding_window == 5
+    assert config.attention_window_size == config.sliding_window == 16
     assert not active_patches()

@@ -180,6 +180,7 @@ def test_a_model_with_states_outside_of_its_cache_samples_without_one() -> None:
     requests = [SampleRequest(prompt_ids=prompt(n), seed=n) for n in (2, 30)]
     samples = engine.sample(requests, Sampling(max_new_tokens=4))
     assert engine.decode_path[0] == "uncached"
+    assert config.attention_window_size == 16, "probes make it smaller only meanwhile"
     for request, sample in zip(requests, samples, strict=True):
         assert_plain(engine, request.prompt_ids + sample.token_ids, sample.logp)
 

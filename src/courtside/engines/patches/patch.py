@@ -81,7 +81,15 @@ def patch_attention(model: Any, name: str) -> Patch:
 
 
 def _key(patch: Patch) -> tuple[int, str]:
-    return id(patch.target), patch.attribute
+    return id(patch.target), _stored_name(patch)
+
+
+def _stored_name(patch: Patch) -> str:
+    """A config of transformers may hold an attribute under another name (`attribute_map`)."""
+    names = getattr(type(patch.target), "attribute_map", None)
+    return (
+        names.get(patch.attribute, patch.attribute) if isinstance(names, dict) else patch.attribute
+    )
 
 
 def _current(patch: Patch) -> Any:
@@ -89,7 +97,7 @@ def _current(patch: Patch) -> Any:
     of_class = inspect.getattr_static(type(patch.target), patch.attribute, None)
     if inspect.isdatadescriptor(of_class):
         return getattr(patch.target, patch.attribute)
-    return vars(patch.target).get(patch.attribute, MISSING)
+    return vars(patch.target).get(_stored_name(patch), MISSING)
 
 
 def _assign(patch: Patch, value: Any) -> None:
