@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
 }
 
 
@@ -39,7 +40,7 @@ class Server:
             self.url + path, json.dumps(tree).encode(), {"content-type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=START_SECONDS) as answer:
                 text = answer.read().decode()
         except urllib.error.HTTPError as error:
             log = self.log.read_text()[-4000:]

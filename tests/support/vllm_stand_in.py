@@ -22,12 +22,19 @@ def respond(tree: Any, status: int = 200, **headers: str) -> Response:
     return status, headers, json.dumps(tree).encode()
 
 
-def generated(ids: list[int], logps: list[float], finish_reason: str = "length") -> Response:
+def generated(
+    ids: list[int], logps: list[float], finish_reason: str = "length", label: str = "default"
+) -> Response:
     content = [
         {"token_id": id, "logprob": logp, "rank": 1, "top_logprobs": [{"logprob": logp}]}
         for id, logp in zip(ids, logps, strict=False)
     ]
-    choice = {"token_ids": ids, "finish_reason": finish_reason, "logprobs": {"content": content}}
+    choice = {
+        "token_ids": ids,
+        "finish_reason": finish_reason,
+        "logprobs": {"content": content},
+        "weight_versions": [{"version": label, "start": 0, "end": len(ids)}],
+    }
     return respond({"choices": [choice]})
 
 
@@ -41,14 +48,18 @@ def uniform_rows(ids: list[int], logp: float = -1.0) -> list[Any]:
 
 
 class VllmStandIn:
-    """Serves a model `tiny` with adapters, and lets `fault(number, path, body)` answer first."""
+    """Serves a model `tiny` with adapters, or with weights that are replaced, and lets
+    `fault(number, path, body)` answer first."""
 
     def __init__(self) -> None:
         self.fault: Callable[[int, str, Any], Response | str] = lambda n, path, body: "none"
         """Its answer; `none`: as a server in good order."""
         self.version_logp: Callable[[str], float] = lambda model: -1.0
         """Log-prob of every prompt token, by the model's name."""
+        self.folder_logp: Callable[[str], float] = lambda folder: -1.0
+        """The same of weights that were read from a folder; empty: those of the start."""
         self.adapters: dict[str, str] = {}
+        self.restart()
         self.headers: list[dict[str, str]] = []
         self.bodies: list[tuple[str, Any]] = []
         self.counts: Counter[str] = Counter()
@@ -103,7 +114,36 @@ class VllmStandIn:
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
+    def restart(self) -> None:
+        """As a server that was killed and started again."""
+        self.adapters.clear()
+        self.folder, self.label = "", "default"
+        self.is_paused = False
+
+    def answer_control(self, path: str, body: Any) -> Response:
+        """Routes for weights; None: another one."""
+        route, _, _ = path.partition("?")
+        if route == "/weight_info":
+            return respond({"weight_version": self.label})
+        if route in ("/pause", "/resume"):
+            self.is_paused = route == "/pause"
+            return respond({"status": "done"})
+        if route == "/collective_rpc":
+            assert body["method"] == "reload_weights" and self.is_paused
+            self.folder = body["kwargs"]["weights_path"]
+            return respond({"results": [None]})
+        if route == "/reset_prefix_cache":
+            return respond({"success": True})
+        if route == "/update_weight_version":
+            self.label = body["new_version"]
+            return respond({"success": True})
+        if route == "/weight_checker":
+            return respond({"checksums": {"w": str(self.folder_logp(self.folder))}})
+        return None
+
     def answer(self, path: str, body: Any) -> Response:
+        if (control := self.answer_control(path, body)) is not None:
+            return control
         model = (body or {}).get("model", "tiny")
         if model != "tiny" and model not in self.adapters:
             return respond({"error": {"message": f"The model `{model}` does not exist."}}, 404)
@@ -124,9 +164,10 @@ class VllmStandIn:
         if "prompt_logprobs" in fields:
             if fields["prompt_logprobs"] > 20:
                 return respond({"error": {"message": "greater than max allowed: 20"}}, 400)
-            return prompt_logps(uniform_rows(body["token_ids"], self.version_logp(model)))
+            logp = self.version_logp(model) if self.adapters else self.folder_logp(self.folder)
+            return prompt_logps(uniform_rows(body["token_ids"], logp))
         n = fields["max_tokens"]
-        return generated([5] * n, [-1.0 / fields["temperature"]] * n)
+        return generated([5] * n, [-1.0 / fields["temperature"]] * n, label=self.label)
 
     def num_samples(self) -> int:
         return sum(path == GENERATE for path, _ in self.bodies)

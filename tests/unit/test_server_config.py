@@ -57,13 +57,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"train.max_flops: .*set teacher.num_parameters"),
     "weights of a served teacher": (
         {"teacher": served()["teacher"] | {"weights": "ema"}}, r"teacher.*weights: unknown key"),
-    "all weights": ({"student": {"model": "smollm2-135m"}}, r"rollout.server: .*student.lora"),
     "an adapter on the head": (
         {"student": {"model": "smollm2-135m", "lora": {"target_modules": ["q_proj", "lm_head"]}}},
         r"student.lora.target_modules names 'lm_head'"),
     "servers elsewhere without a folder": (
         {"rollout": {"server": {"urls": [OTHER_URL], "model": "small"}}},
-        r"rollout.server.adapters: .*same path"),
+        r"rollout.server.sync_folder: .*same path"),
     "mixed sampling": (rollout(mixed_sampling={}), r"rollout.mixed_sampling decodes"),
     "a key in the recipe": (rollout(server={"urls": [LOCAL_URL], "model": "m",
         "api_key_env": "sk-proj-4f5"}), r"the name of an environment variable"),
@@ -120,6 +119,17 @@ def test_commands_have_the_flags_that_each_role_needs() -> None:
     assert remote.to_shell().startswith('VLLM_API_KEY="$BIG_KEY" vllm serve Org/Big --served-model')
     assert "--host 0.0.0.0 --port 8000" in remote.to_shell()
     assert (remote.is_local, local.is_local) == (False, True)
+
+
+def test_a_server_of_all_weights_takes_them_by_routes_of_its_own() -> None:
+    """Whatever was merged when the student was loaded, all of it travels."""
+    student = {"model": "smollm2-135m", "adapter": "somewhere", "dtype": "bfloat16"}
+    command, _ = find_server_commands(parse(student=student))
+    assert command.environment == {"VLLM_SERVER_DEV_MODE": "1"}
+    assert not [flag for flag in command.flags if "lora" in flag]
+    assert " ".join(command.flags).endswith("processed_logprobs --dtype bfloat16")
+    with pytest.raises(RecipeError, match=r"student.keep_layers: .*courtside export"):
+        find_server_commands(parse(student={"model": "smollm2-135m", "keep_layers": [0, 1]}))
 
 
 def test_weights_that_no_folder_has_are_not_served() -> None:

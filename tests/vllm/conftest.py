@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.vllm_server import Server, run_vllm
 
 from courtside.api import export, serving_command, train
@@ -81,6 +84,28 @@ def merged_server(exports: Exports, tmp_path_factory: pytest.TempPathFactory) ->
 def adapter_server(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("adapter") / "log"
     yield from _serve(exports, "adapter", log, "--max-loras", "2")
+
+
+@pytest.fixture(scope="session")
+def untied(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The full run's export with an LM head of its own. On a CPU vLLM 0.32 packs the head when it
+    starts, and a reload of a tied one, whose weight is the embedding's, leaves that as it was."""
+    folder = tmp_path_factory.mktemp("untied") / "untied"
+    shutil.copytree(exports.by_name["full"].folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def full_server(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Takes all weights, by routes that an environment variable switches on."""
+    command = f"vllm serve {untied} --served-model-name full"
+    with run_vllm(command, tmp_path_factory.mktemp("full") / "log", *SERVING) as server:
+        yield server
 
 
 def _serve(exports: Exports, name: str, log: Path, *options: str) -> Iterator[Server]:

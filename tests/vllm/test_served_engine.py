@@ -266,7 +266,7 @@ def test_rollouts_follow_the_student(exports, adapter_server, tmp_path, monkeypa
     monkeypatch.setenv("SERVER_KEY", key := "sk-secret-0123456789")
     rollout = {
         "samples_per_prompt": 2, "max_new_tokens": 10, "temperature": 0.9,
-        "server": {"urls": [adapter_server.url], "model": base, "adapters": str(tmp_path / "a"),
+        "server": {"urls": [adapter_server.url], "model": base, "sync_folder": str(tmp_path / "a"),
                    "api_key_env": "SERVER_KEY", "max_difference": ROUNDING},
     }  # fmt: skip
     prompted = {"kind": "self", "context": {"kind": "system", "text": "Answer in one word."}}
@@ -295,7 +295,7 @@ def test_rollouts_follow_the_student(exports, adapter_server, tmp_path, monkeypa
     adapter_server.post("/v1/unload_lora_adapter", {"lora_name": engine.model})  # as a restart does
     assert engine.sample(requests, Sampling(max_new_tokens=4)) == [sample]
 
-    adapter = engine.sync.current.folder
+    adapter = tmp_path / "a" / engine.sync.current.name
     stale = {file.name: file.read_bytes() for file in adapter.iterdir()}
     with torch.no_grad():
         for name, parameter in parts.student.weights.trained.items():
@@ -307,9 +307,74 @@ def test_rollouts_follow_the_student(exports, adapter_server, tmp_path, monkeypa
             (folder / name).write_bytes(content)
 
     engine.sync.max_difference = 10.0
-    engine.sync._save = save_stale
+    engine.sync.transport._save = save_stale
     with pytest.raises(
         RunError,
         match=r"weights of step 3: the trainer.* and theirs changed by \d+% of that",
     ):
+        engine.load_weights(3)
+
+
+def test_all_weights_follow_the_student(exports, untied, full_server, tmp_path):
+    """Each step's weights, whose log-probs are the trainer's; a prefix that was cached under older
+    ones, a reload that does nothing, and a server that was restarted."""
+    rollout = {
+        "samples_per_prompt": 2, "max_new_tokens": 10, "temperature": 0.9,
+        "server": {"urls": [full_server.url], "model": "full", "sync_folder": str(tmp_path / "w"),
+                   "max_difference": ROUNDING},
+    }  # fmt: skip
+    prompted = {"kind": "self", "context": {"kind": "system", "text": "Answer in one word."}}
+    recipe = recipe_with(
+        prompted, rollout=rollout, losses=[{"kind": "policy_gradient"}],
+        student={"model": str(untied), "dtype": "float32"},
+        train={"steps": 2, "prompts_per_step": 2, "learning_rate": 1e-4},
+    )  # fmt: skip
+    with RunFolder.open(tmp_path / "run", recipe) as folder:
+        parts = assemble(recipe)
+        engine: Any = parts.engine
+        # Two blocks and more, which the server keeps in its prefix cache.
+        long_prompt = SampleRequest(prompt_ids=exports.prompts[2] * 9, seed=1)
+        sampling = Sampling(max_new_tokens=4, temperature=0.0)
+        (before,) = engine.sample([long_prompt], replace(sampling, temperature=1.0))
+        train_loop(parts, Run(parts, folder, RunConsole()))
+    read = RunFolder.read(tmp_path / "run")
+    for step, row in enumerate(read.metrics()):
+        assert row["sampler/logp_diff"] < ROUNDING
+        assert row["grad_norm"] > 0
+        for scored in read.trajectories(step):
+            assert scored.trajectory.policy_version == step
+    (current,) = (tmp_path / "w").iterdir()
+    assert current.name == engine.sync.current.name and engine.sync.current.version == 2
+
+    def trainer_logps(sample: Any) -> torch.Tensor:
+        ids = (*long_prompt.prompt_ids, *sample.token_ids)
+        scored = (False,) * len(long_prompt.prompt_ids) + (True,) * len(sample.token_ids)
+        (scores,) = parts.local_engine.score([ScoreRequest(token_ids=ids, scored=scored)])
+        return scores.logp_T
+
+    (after,) = engine.sample([long_prompt], replace(sampling, temperature=1.0))
+    ours = trainer_logps(after)
+    torch.testing.assert_close(torch.tensor(after.logp), ours, atol=ROUNDING, rtol=0)
+    moved = (trainer_logps(before) - torch.tensor(before.logp)).abs().max()
+    assert moved > 3 * ROUNDING, "the step was too small to show a stale cache"
+
+    # A restart: the weights of the start, and vLLM's own name for them.
+    reload = {"method": "reload_weights",
+              "kwargs": {"weights_path": str(untied)}}  # fmt: skip
+    full_server.post("/collective_rpc", reload)
+    full_server.post("/reset_prefix_cache", {})
+    full_server.post("/update_weight_version", {"new_version": "default"})
+    assert engine.sample([long_prompt], replace(sampling, temperature=1.0)) == [after]
+    assert after.policy_versions == (VersionSpan(0, 4, 2),)
+
+    def save_stale(folder: Any) -> int:
+        stale = tmp_path / "w" / engine.sync.current.name
+        for file in stale.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        return 1
+
+    engine.sync.transport.carrier._save = save_stale
+    with torch.no_grad():
+        parts.student.weights.trained["model.norm.weight"].mul_(1.002)
+    with pytest.raises(RunError, match=r"weights of step 3: the trainer"):
         engine.load_weights(3)

@@ -14,7 +14,7 @@ from courtside.artifacts.serving import LORA_RANKS, exact_base
 from courtside.engines.served.adapters import NUM_LOADED
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Recipe
-from courtside.recipe.server import LOOPBACK, ServerConfig
+from courtside.recipe.server import LOOPBACK, RolloutServerConfig, ServerConfig
 
 DEFAULT_MAX_LOGPROBS = 20
 COMMON = ("--generation-config", "vllm", "--enable-scale-out")
@@ -77,28 +77,25 @@ def find_server_commands(recipe: Recipe) -> list[ServerCommand]:
     return commands
 
 
-def _rollout_commands(recipe: Recipe, server: ServerConfig) -> Iterator[ServerCommand]:
+def _rollout_commands(recipe: Recipe, server: RolloutServerConfig) -> Iterator[ServerCommand]:
     student, lora = recipe.student, recipe.student.lora
-    assert lora is not None, "the recipe was checked"
-    for name in ("adapter", "average_with", "keep_layers"):
+    # All weights replace what a server started with, whatever adapter was merged into them.
+    composed = ("keep_layers",) if lora is None else ("adapter", "average_with", "keep_layers")
+    for name in composed:
         if getattr(student, name) is not None:
             raise RecipeError(
                 f"student.{name}: the student starts from weights that are put together when it is "
                 "loaded, and vLLM serves a folder. Give one as student.model that has them whole, "
                 "as `courtside export` writes it with an adapter merged"
             )
-    rank = next((size for size in LORA_RANKS if size >= lora.rank), lora.rank)
-    dtype = () if student.dtype == "auto" else ("--dtype", student.dtype)
-    yield from _commands(
-        server,
-        "rollout.server",
-        exact_base(student.model),
-        (
-            "--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(NUM_LOADED),
-            "--logprobs-mode", "processed_logprobs", *dtype,
-        ),
-        {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
-    )  # fmt: skip
+    flags = ["--logprobs-mode", "processed_logprobs"]
+    flags += [] if student.dtype == "auto" else ["--dtype", student.dtype]
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if lora is not None:
+        rank = next((size for size in LORA_RANKS if size >= lora.rank), lora.rank)
+        flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(NUM_LOADED)]
+        environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    yield from _commands(server, "rollout.server", exact_base(student.model), flags, environment)
 
 
 def _commands(

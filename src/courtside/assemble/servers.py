@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,21 @@ from courtside.assemble.models import OTHER_VOCABULARY, Models, check_same_vocab
 from courtside.engines.base import Sampling, ScoreRequest
 from courtside.engines.loading import load_tokenizer
 from courtside.engines.local import LocalEngine
-from courtside.engines.served.adapters import AdapterSync
+from courtside.engines.served.adapters import AdapterTransport
 from courtside.engines.served.engine import ServedEngine
+from courtside.engines.served.full_weights import SWITCH, FolderCarrier, FullWeightsTransport
 from courtside.engines.served.pool import ReplicaPool
 from courtside.engines.served.probe import ServerFacts, probe_servers
+from courtside.engines.served.shared_folder import SharedFolder
 from courtside.engines.served.student import ServedStudent
 from courtside.engines.served.vocabulary import find_difference, render_prompt
+from courtside.engines.served.weight_sync import Transport, WeightSync
 from courtside.errors import ModelError, RecipeError
 from courtside.recipe import Recipe
 from courtside.recipe.server import RolloutServerConfig, ServerConfig
 from courtside.recipe.teacher import RoutedTeacherConfig, ServerTeacherConfig
 from courtside.rollout.single_turn import make_sampling
+from courtside.training.weights import StudentWeights, save_all_weights
 from courtside.types import Message
 
 NUM_PROBES = 4
@@ -60,6 +65,7 @@ def connect_servers(recipe: Recipe, inputs: Inputs) -> Servers:
         rollout = _connect(recipe.rollout.server, "rollout.server", inputs)
         _check_vocabulary(rollout.pool, inputs.tokenizer, recipe.student.model)
         _check_context(recipe, rollout, inputs)
+        _check_weight_routes(recipe, rollout)
     return Servers(
         rollout=rollout,
         teachers={
@@ -126,6 +132,16 @@ def _check_context(recipe: Recipe, connection: Connection, inputs: Inputs) -> No
         )
 
 
+def _check_weight_routes(recipe: Recipe, connection: Connection) -> None:
+    if recipe.student.lora is None and not connection.facts.takes_weights:
+        raise RecipeError(
+            "rollout.server: without student.lora all weights travel to the servers, and these "
+            f"take none (vLLM {connection.facts.version}). Start them with {SWITCH} and "
+            "--enable-scale-out, as `courtside serve` does (0.32 has the routes), or set "
+            "student.lora"
+        )
+
+
 def _check_top_k(recipe: Recipe, connection: Connection) -> None:
     limit = connection.facts.max_logprobs
     for index, loss in enumerate(recipe.losses):
@@ -170,30 +186,20 @@ def make_served_teacher(
 def make_served_student(
     recipe: Recipe, inputs: Inputs, connection: Connection, models: Models, local: LocalEngine
 ) -> ServedStudent:
-    """Loads the student's adapter on the servers, and compares log-probs with `local`'s."""
+    """Brings the student's weights to the servers, and compares log-probs with `local`'s."""
     config, weights = recipe.rollout.server, models.weights
-    assert config is not None and weights.adapter is not None, "the recipe was checked"
-    if hasattr(weights.model.get_output_embeddings(), "base_layer"):
-        raise RecipeError(
-            f"student.lora.target_modules = {recipe.student.lora!r} adapts the LM head, and vLLM "
-            "leaves that out of its log-probs. Remove it, or remove rollout.server"
-        )
+    assert config is not None, "there are servers"
+    pool = connection.pool
     probes = _make_probes(recipe, inputs)
-
-    def save(folder: Path) -> None:
-        weights.adapter.save_pretrained(
-            folder, selected_adapters=["default"], save_embedding_layers=False
-        )
 
     def score() -> tuple[float, ...]:
         return tuple(logp for s in local.score(probes) for logp in s.logp_T.tolist())
 
-    sync = AdapterSync(
-        connection.pool,
+    sync = WeightSync(
+        pool,
         connection.facts.route,
-        folder=_adapter_folder(config),
+        _make_transport(recipe, config, pool, weights),
         max_difference=config.max_difference,
-        save=save,
         score=score,
         probes=probes,
     )
@@ -215,10 +221,33 @@ def make_served_student(
     return engine
 
 
-def _adapter_folder(config: RolloutServerConfig) -> Path:
-    if config.adapters is not None:
-        return config.adapters
-    return Path(tempfile.gettempdir()) / "courtside-adapters"
+def _make_transport(
+    recipe: Recipe, config: RolloutServerConfig, pool: ReplicaPool, weights: StudentWeights
+) -> Transport:
+    folder = SharedFolder(config.sync_folder or _temporary_folder(), field=pool.field)
+    if weights.adapter is None:
+        save = partial(save_all_weights, weights)
+        return FullWeightsTransport(pool, FolderCarrier(pool, folder, save))
+    _check_head(recipe, weights)
+    return AdapterTransport(pool, folder, partial(_save_adapter, weights))
+
+
+def _check_head(recipe: Recipe, weights: StudentWeights) -> None:
+    if hasattr(weights.model.get_output_embeddings(), "base_layer"):
+        raise RecipeError(
+            f"student.lora.target_modules = {recipe.student.lora!r} adapts the LM head, and vLLM "
+            "leaves that out of its log-probs. Remove it, or remove rollout.server"
+        )
+
+
+def _save_adapter(weights: StudentWeights, folder: Path) -> None:
+    weights.adapter.save_pretrained(
+        folder, selected_adapters=["default"], save_embedding_layers=False
+    )
+
+
+def _temporary_folder() -> Path:
+    return Path(tempfile.gettempdir()) / "courtside-weights"
 
 
 def _make_probes(recipe: Recipe, inputs: Inputs) -> list[ScoreRequest]:

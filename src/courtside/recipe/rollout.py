@@ -102,8 +102,7 @@ class RolloutConfig(Section):
     its size, half of what models and the optimizer leave of it; 65,536 on a CPU."""
 
     server: RolloutServerConfig | None = None
-    """vLLM servers that sample for the student; needs student.lora. Unset: the training process
-    samples."""
+    """vLLM servers that sample for the student. Unset: the training process samples."""
     limits: LimitsConfig = LimitsConfig()
     corrections: bool = False
     """In an environment: add each turn with an error again with the environment's correction, if

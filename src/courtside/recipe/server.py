@@ -54,10 +54,15 @@ class ServerConfig(Section):
 class RolloutServerConfig(ServerConfig):
     """Servers that sample with the student's weights."""
 
-    adapters: Path | None = None
-    """Folder for the LoRA adapter of each step, which the servers read under the same path. Unset:
-    a temporary folder, where all servers run on this machine."""
+    sync_folder: Path | None = None
+    """Folder for the weights of each step (a LoRA adapter, or all weights), which the servers read
+    under the same path. Unset: a temporary folder, where all servers run on this machine."""
     max_difference: PositiveFloat = 0.05
     """Nats a token by which the servers' log-probs of some prompts may differ from the trainer's,
     on average, after new weights were loaded; above it the run stops. Rounding in bfloat16 gives
     about 0.01 to 0.03, in float32 less than 0.001."""
+
+    @property
+    def lacks_sync_folder(self) -> bool:
+        """Whether weights travel through a folder, and none is named."""
+        return self.sync_folder is None

@@ -23,21 +23,19 @@ def find_server_problems(recipe: Recipe) -> Iterator[str]:
 
 def _rollout_problems(recipe: Recipe, server: RolloutServerConfig) -> Iterator[str]:
     lora = recipe.student.lora
-    if lora is None:
-        yield (
-            "rollout.server: new weights reach vLLM servers as a LoRA adapter, and without "
-            "student.lora all weights are trained. Set student.lora = { rank = 32 }, or remove "
-            "rollout.server: then the training process samples"
-        )
-    elif lora.target_modules != "all-linear" and (heads := set(HEADS) & set(lora.target_modules)):
+    if (
+        lora is not None
+        and lora.target_modules != "all-linear"
+        and (heads := set(HEADS) & set(lora.target_modules))
+    ):
         yield (
             f"student.lora.target_modules names {min(heads)!r}, and vLLM leaves an adapter there "
             "out of its log-probs. Remove it, or remove rollout.server"
         )
-    if server.adapters is None and not server.is_local:
+    if server.lacks_sync_folder and not server.is_local:
         yield (
-            "rollout.server.adapters: the servers run on other machines. Name a folder on a disk "
-            "that they have under the same path"
+            "rollout.server.sync_folder: the servers run on other machines. Name a folder on a "
+            "disk that they have under the same path"
         )
     low, high = TEMPERATURES
     for field, t in (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,6 +115,28 @@ class StudentWeights:
         model = copy.deepcopy(self.model).eval()
         disable_activation_checkpointing(model)
         return model.requires_grad_(False)
+
+
+def save_all_weights(weights: StudentWeights, folder: Path) -> tuple[int, ...]:
+    """As safetensors that other programs load, in the dtype of the matmuls. Returns their
+    fingerprint."""
+    dtype = weights.autocast or torch.float32
+    tensors = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+        for name, tensor in weights.model.state_dict().items()
+    }
+    weights.model.save_pretrained(folder, state_dict=tensors)
+    return fingerprint_weights(tensors.values())
+
+
+def fingerprint_weights(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Sums over the bits of weights, which those of another step do not have."""
+    bits = {2: torch.int16, 4: torch.int32}
+    return tuple(
+        int(tensor.detach().contiguous().view(bits[tensor.element_size()]).sum(dtype=torch.int64))
+        for tensor in tensors
+        if tensor.is_floating_point()
+    )
 
 
 class MovingAverage:

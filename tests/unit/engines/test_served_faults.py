@@ -24,12 +24,14 @@ from support.vllm_stand_in import (
 )
 
 from courtside.engines.base import Capabilities, SampleRequest, Sampling, ScoreRequest
-from courtside.engines.served.adapters import AdapterSync
+from courtside.engines.served.adapters import AdapterTransport
 from courtside.engines.served.engine import ServedEngine
 from courtside.engines.served.pool import ReplicaPool
 from courtside.engines.served.probe import probe_servers
 from courtside.engines.served.replicas import choose_replica
+from courtside.engines.served.shared_folder import SharedFolder
 from courtside.engines.served.student import ServedStudent
+from courtside.engines.served.weight_sync import WeightSync
 from courtside.errors import RecipeError, RunError
 from courtside.recipe.server import ServerConfig
 
@@ -333,15 +335,14 @@ def test_another_model_or_other_log_probs_are_refused(servers: list[VllmStandIn]
 # ── adapters ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_sync(
-    engine: ServedEngine, folder: Path, trainer: Callable[[], float], **more: Any
-) -> AdapterSync:
+def make_sync(engine: ServedEngine, folder: Path, trainer: Callable[[], float]) -> WeightSync:
     def save(work: Path) -> None:
         (work / "adapter_model.safetensors").write_text(json.dumps(trainer()))
 
-    return AdapterSync(
-        engine.pool, engine.facts.route, folder=folder, max_difference=0.05, save=save,
-        score=lambda: (trainer(),) * 2, probes=[SCORED], **more,
+    shared = SharedFolder(folder, field=engine.pool.field)
+    return WeightSync(
+        engine.pool, engine.facts.route, AdapterTransport(engine.pool, shared, save),
+        max_difference=0.05, score=lambda: (trainer(),) * 2, probes=[SCORED],
     )  # fmt: skip
 
 
@@ -367,12 +368,13 @@ def test_each_version_has_a_name_and_folder_of_its_own(
     for version in range(3):
         logp[0] = -1.0 - 0.01 * version
         adapter = sync.publish(version)
-        published.add((adapter.name, adapter.folder))
+        published.add(adapter.name)
+        assert {Path(s.adapters[adapter.name]).name for s in servers} == {adapter.name}
         assert [set(s.adapters) for s in servers] == [{adapter.name}] * 2, "older ones are gone"
         assert [p.name for p in tmp_path.iterdir()] == [adapter.name]
     engine.pool.close()
     assert [set(s.adapters) for s in servers] == [set()] * 2, "the last one is given back"
-    assert len({name for name, _ in published}) == len({folder for _, folder in published}) == 3
+    assert len(published) == 3
 
 
 def test_log_probs_of_another_distribution_are_refused(
@@ -465,7 +467,7 @@ def test_a_folder_that_the_server_does_not_see_is_named(
     sync = make_sync(engine, tmp_path, lambda: -1.0)
     missing = respond({"error": {"message": "No adapter found for <path>"}}, 404)
     servers[0].fault = lambda n, path, body: missing if "load_lora" in path else "none"
-    with pytest.raises(RunError, match=rf"does not see {tmp_path}.*teacher.server.adapters"):
+    with pytest.raises(RunError, match=rf"does not see {tmp_path}.*teacher.server.sync_folder"):
         sync.publish(0)
 
 

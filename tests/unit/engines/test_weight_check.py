@@ -46,10 +46,22 @@ def test_the_previous_version_is_compared_too() -> None:
     """A server that is one version behind has nearly all of the change since the start."""
     start, later = draw_change(0.1, 1)
     latest = [x + 0.01 for x in later]
-    earlier = [probe(start, noise=1e-5, seed=1), probe(later, noise=1e-5, seed=2)]
+    earlier = [probe(start, noise=2e-3, seed=1), probe(later, noise=2e-3, seed=2)]
     behind = ProbeLogps(trainer=tuple(latest), server=earlier[1].server)
     assert find_weight_problem(behind, earlier[:1], max_difference=0.2) is None
     assert "changed by 0%" in str(find_weight_problem(behind, earlier, max_difference=0.2))
+
+
+def test_a_part_that_stays_behind_is_seen_by_the_difference() -> None:
+    """Nearly all of the change arrived, as where all layers were replaced but the LM head."""
+    before, after = draw_change(0.1, 2)
+    start = probe(before, noise=1e-5, seed=1)
+    partial = [b + 0.9 * (a - b) for b, a in zip(before, after, strict=True)]
+    current = ProbeLogps(trainer=tuple(after), server=tuple(partial))
+    problem = find_weight_problem(current, [start], max_difference=0.2)
+    assert problem is not None and "a part of the weights did not arrive" in problem
+    rounded = probe(after, noise=9e-4, seed=3)
+    assert find_weight_problem(rounded, [start], max_difference=0.2) is None
 
 
 @pytest.mark.parametrize("wrong", [0.3, float("nan")])

@@ -53,13 +53,18 @@ class UnavailableError(Exception):
         self.wait = wait
 
 
+class StaleReplicaError(Exception):
+    """An answer by a replica that has lost what `prepare` gave it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(Generic[Answer]):
     path: str
     body: Mapping[str, Any] | None = None
     """None: a GET."""
     parse: Callable[[Any], Answer]
-    """Of the JSON that came; raises `BadAnswerError`, or `UnavailableError` for another try."""
+    """Of the JSON that came; raises `BadAnswerError`, or `UnavailableError` or `StaleReplicaError`
+    for another try."""
     key: str | None = None
     """Requests of one key go to one replica; None: to the one with the fewest."""
 
@@ -72,8 +77,10 @@ class ReplicaPool:
         """Seconds before the second try; doubled each time."""
         self.prepare: Callable[[Replica], Awaitable[None]] | None = None
         """Run on a replica before each of its requests: loads what it lacks."""
-        self.recover: Callable[[Replica, RefusedError], bool] = lambda replica, error: False
-        """Whether a refused request is worth another try, after `prepare`."""
+        self.recover: Callable[[Replica, RefusedError | StaleReplicaError], bool] = (
+            lambda replica, error: False
+        )
+        """Whether a request is worth another try, after `prepare`."""
         self._key = read_api_key(config.api_key_env, field)
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         self._client = httpx.AsyncClient(
@@ -149,10 +156,10 @@ class ReplicaPool:
             except UnavailableError as error:
                 replica.report_failure(self.first_wait, error.wait)
                 last = f"{replica.url}: {error}"
-            except RefusedError as error:
+            except (RefusedError, StaleReplicaError) as error:
                 if not self.recover(replica, error):
                     raise
-                last = str(error)
+                last = f"{replica.url}: {error}"
             else:
                 replica.num_failures = 0
                 return answer

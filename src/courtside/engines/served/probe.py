@@ -31,6 +31,8 @@ class ServerFacts:
     logprobs: Literal["raw", "processed"]
     """Of which distribution a sampled token's log-prob is: the model's, or the one that was sampled
     after temperature and truncation."""
+    takes_weights: bool
+    """Whether the servers have the routes by which all of their weights are replaced."""
 
 
 def probe_servers(pool: ReplicaPool, *, probe_ids: tuple[int, ...]) -> ServerFacts:
@@ -44,6 +46,7 @@ def probe_servers(pool: ReplicaPool, *, probe_ids: tuple[int, ...]) -> ServerFac
         max_logprobs=min(facts.max_logprobs for facts in replicas),
         route=replicas[0].route if all_generate else CompletionsRoute(),
         logprobs="processed" if all(f.logprobs == "processed" for f in replicas) else "raw",
+        takes_weights=all_generate and all(facts.takes_weights for facts in replicas),
     )
 
 
@@ -64,6 +67,7 @@ async def _probe(pool: ReplicaPool, replica: Replica, probe_ids: tuple[int, ...]
         max_logprobs=await _ask_max_logprobs(pool, replica, route, probe_ids),
         route=route,
         logprobs=await _ask_logprobs_mode(pool, replica, route, probe_ids),
+        takes_weights=await _has_weight_routes(pool, replica),
     )
 
 
@@ -90,6 +94,14 @@ async def _ask_version(pool: ReplicaPool, replica: Replica) -> str:
         return await pool.ask(replica, Request(path="/version", parse=read))
     except RefusedError:
         return "unknown"
+
+
+async def _has_weight_routes(pool: ReplicaPool, replica: Replica) -> bool:
+    try:
+        await pool.ask(replica, Request(path="/weight_info", parse=lambda answer: answer))
+    except RefusedError:
+        return False
+    return True
 
 
 async def _choose_route(pool: ReplicaPool, replica: Replica, probe_ids: tuple[int, ...]) -> Route:

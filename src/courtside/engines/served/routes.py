@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from courtside.engines.base import Sampling
@@ -28,6 +28,8 @@ class Generated:
     top_logps: tuple[float, ...]
     """Of the likeliest token of each position, where more than the sampled one was asked for."""
     finish_reason: str
+    weight_versions: tuple[tuple[str, int, int], ...] = ()
+    """Label of the weights, first token and end of each span; empty: the server does not say."""
 
 
 class Route(Protocol):
@@ -97,7 +99,12 @@ class GenerateRoute:
             same = tuple(token["token_id"] for token in content)
             logps = tuple(token["logprob"] for token in content)
             top = tuple(max(t["logprob"] for t in token["top_logprobs"]) for token in content)
-            return _check(ids, same, logps, top, choice["finish_reason"])
+            versions = tuple(
+                (str(span["version"]), int(span["start"]), int(span["end"]))
+                for span in choice.get("weight_versions") or ()
+            )
+            generated = _check(ids, same, logps, top, choice["finish_reason"])
+            return replace(generated, weight_versions=versions)
         except (LookupError, TypeError, ValueError):
             raise _not_understood(answer) from None
 

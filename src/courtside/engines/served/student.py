@@ -1,4 +1,4 @@
-"""The student on vLLM servers: they sample with its adapter, the trainer's process scores."""
+"""The student on vLLM servers: they sample with its weights, the trainer's process scores."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from courtside.engines.base import (
     Scores,
     Want,
 )
-from courtside.engines.served.adapters import AdapterSync
 from courtside.engines.served.engine import ServedEngine
+from courtside.engines.served.routes import Generated
+from courtside.engines.served.weight_sync import WeightSync
 from courtside.errors import RecipeError
 from courtside.types import Sample, VersionSpan
 
 
 class ServedStudent(ServedEngine):
-    def __init__(self, *args: Any, local: Engine, sync: AdapterSync, **options: Any):
+    def __init__(self, *args: Any, local: Engine, sync: WeightSync, **options: Any):
         """`local`: the engine over the weights that are trained."""
         super().__init__(*args, **options)
         self._local, self.sync = local, sync
@@ -36,8 +37,7 @@ class ServedStudent(ServedEngine):
 
     @property
     def model(self) -> str:
-        assert self.sync.current is not None
-        return self.sync.current.name
+        return self.sync.model
 
     def load_weights(self, version: int) -> None:
         """Returns when the servers have them, and their log-probs agree with the trainer's."""
@@ -59,9 +59,18 @@ class ServedStudent(ServedEngine):
         assert self.sync.current is not None
         version = self.sync.current.version
         return [
-            replace(s, policy_versions=(VersionSpan(0, len(s.token_ids), version),))
+            s
+            if s.policy_versions
+            else replace(s, policy_versions=(VersionSpan(0, len(s.token_ids), version),))
             for s in super().sample_with_keys(requests, sampling, keys)
         ]
+
+    def _read_sample(self, generated: Generated, sampling: Sampling) -> Sample:
+        spans = self.sync.read_versions(generated)  # first: a stale answer counts no token
+        sample = super()._read_sample(generated, sampling)
+        end = len(sample.token_ids)  # a stop string may cut what was generated
+        cut = (span._replace(end=min(span.end, end)) for span in spans if span.start < end)
+        return replace(sample, policy_versions=tuple(cut))
 
     def score(
         self, requests: Sequence[ScoreRequest], *, want: Want = "logp", top_k: int = 0

@@ -15,6 +15,11 @@ MAX_SLOPE_ERROR = 0.1
 """Rounding must leave the slope this certain, or it says nothing."""
 ROUNDING = 1e-5
 """Nats by which float32 log-probs differ at least."""
+MAX_GROWTH = 10
+"""Of the difference over that of the first weights, which is rounding alone: where a part of the
+weights stays behind, the rest follows the trainer's, and only the difference grows."""
+GROWTH_FLOOR = 1e-3
+"""Nats below which a difference may grow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,19 @@ def find_weight_problem(
                 "the trainer's log-probs changed, and theirs changed by "
                 f"{max(slope, 0.0):.0%} of that"
             )
+    limit = max(MAX_GROWTH * earlier[0].mean_difference, GROWTH_FLOOR) if earlier else math.inf
+    if current.mean_difference > limit:
+        return (
+            f"their log-probs differ by {current.mean_difference:.3g} nats a token on average, and "
+            f"with the first weights it was {earlier[0].mean_difference:.3g}: a part of the "
+            "weights did not arrive"
+        )
     return None
+
+
+def shows_last_change(current: ProbeLogps, earlier: Sequence[ProbeLogps]) -> bool:
+    """Whether the last step changed log-probs by more than rounding, so that they prove a sync."""
+    return bool(earlier) and _slope(earlier[-1], current)[1] < MAX_SLOPE_ERROR
 
 
 def _slope(before: ProbeLogps, after: ProbeLogps) -> tuple[float, float]:

@@ -1,0 +1,52 @@
+"""Weights on the way to servers: one new folder for each version, complete when it appears."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from courtside.engines.served.pool import GO_ON
+from courtside.errors import RunError
+
+Saved = TypeVar("Saved")
+
+
+class SharedFolder:
+    """A folder on a disk that the servers have under the same path. What is left in it by this
+    process goes when it ends."""
+
+    def __init__(self, path: Path, *, field: str):
+        """`field`: of the recipe, for messages."""
+        self.path, self.field = path, field
+        self._written: dict[str, Path] = {}
+        weakref.finalize(self, _remove, self._written)
+
+    def write(self, name: str, save: Callable[[Path], Saved]) -> Saved:
+        """What `save` returns, once its files are in the folder of this name."""
+        work, folder = self.path / f".{name}", self.path / name
+        self._written[name] = folder
+        try:
+            work.mkdir(parents=True)
+            result = save(work)
+            work.rename(folder)  # a server never sees half of a folder
+        except OSError as error:
+            shutil.rmtree(work, ignore_errors=True)
+            raise RunError(
+                f"{self.field}.sync_folder = {str(self.path)!r}: the weights cannot be written "
+                f"({error.strerror}). Name a folder with space that you may write to. {GO_ON}"
+            ) from error
+        return result
+
+    def locate(self, name: str) -> Path:
+        return self._written[name].absolute()  # a link may lead elsewhere on the servers
+
+    def remove(self, name: str) -> None:
+        shutil.rmtree(self._written.pop(name), ignore_errors=True)
+
+
+def _remove(written: dict[str, Path]) -> None:
+    for folder in written.values():
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,202 @@
+"""The student's weights on vLLM servers: each version under a name of its own, and checked.
+
+How they travel is a `Transport`'s: as an adapter (`adapters`), or all of them (`full_weights`,
+`nccl_transfer`). A replica that was away gets the current ones before its next request. After each
+load log-probs of some prompts are compared with the trainer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from uuid import uuid4
+
+from courtside.engines.base import ScoreRequest
+from courtside.engines.served.pool import (
+    GO_ON,
+    RefusedError,
+    ReplicaPool,
+    Request,
+    StaleReplicaError,
+    UnavailableError,
+)
+from courtside.engines.served.replicas import LONGEST_WAIT, Replica
+from courtside.engines.served.routes import Generated, Route
+from courtside.engines.served.scores import read_logps
+from courtside.engines.served.weight_check import (
+    ProbeLogps,
+    find_weight_problem,
+    shows_last_change,
+)
+from courtside.errors import RunError
+from courtside.types import VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedWeights:
+    version: int
+    """Optimizer steps."""
+    name: str
+    trainer_logps: tuple[float, ...]
+    """Of the probe prompts' tokens."""
+
+
+class Transport(Protocol):
+    """Brings weights to one replica. A name is that of one version, and never used twice."""
+
+    labels_answers: bool
+    """Whether answers carry the name of the weights that sampled them. If not, the name is that of
+    the model in requests, and a server without it refuses them."""
+
+    def publish(self, name: str) -> None:
+        """The student's weights as they are now, for servers to load."""
+
+    def retract(self, name: str) -> None:
+        """No server is asked to load these any more."""
+
+    async def load(self, replica: Replica, name: str) -> None:
+        """Returns when this replica samples with them; raises `UnavailableError`."""
+
+    async def unload(self, replica: Replica, name: str) -> None:
+        """After newer ones are there."""
+
+    async def find_stale_weights(self, replica: Replica, name: str) -> str | None:
+        """Where log-probs tell nothing: why what was loaded cannot be the published weights."""
+
+
+class WeightSync:
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        route: Route,
+        transport: Transport,
+        *,
+        max_difference: float,
+        score: Callable[[], tuple[float, ...]],
+        probes: Sequence[ScoreRequest],
+    ):
+        """`score` gives the trainer's log-probs of the scored tokens of `probes`, one after the
+        other."""
+        self.pool, self.route, self.transport = pool, route, transport
+        self.max_difference = max_difference
+        self._score, self.probes = score, tuple(probes)
+        self._run = uuid4().hex[:8]
+        """In every name: a server may still have weights of an earlier run."""
+        self.current: PublishedWeights | None = None
+        self._versions: dict[str, int] = {}
+        """Of everything that was published, by name."""
+        self._earlier: dict[str, list[ProbeLogps]] = {}
+        """By replica: of the first and the previous version that it loaded."""
+        self._locks = {replica.url: asyncio.Lock() for replica in pool.replicas}
+        pool.prepare, pool.recover = self._prepare, self._recover
+
+    @property
+    def model(self) -> str:
+        """The name that requests give."""
+        assert self.current is not None
+        return self.pool.config.model if self.transport.labels_answers else self.current.name
+
+    def publish(self, version: int) -> PublishedWeights:
+        """Bring the student's weights to every replica that answers, check that they are what it
+        computes with, and forget older ones."""
+        name = f"courtside-{self._run}-{version:06d}-{len(self._versions)}"
+        self._versions[name] = version
+        self.transport.publish(name)
+        old = self.current
+        self.current = weights = PublishedWeights(
+            version=version, name=name, trainer_logps=self._score()
+        )
+        for tries in range(self.pool.config.max_retries + 1):
+            if any(self.pool.ask_each(self._try_to_prepare)):
+                break
+            time.sleep(min(self.pool.first_wait * 2.0**tries, LONGEST_WAIT))
+        else:
+            raise RunError(
+                f"{self.pool.field}.urls: no server took the weights of step {version}; none of "
+                f"{list(self.pool.config.urls)} answers. Check that they run. {GO_ON}"
+            )
+        if old is not None:
+            self.pool.ask_each(lambda replica: self._forget(replica, old.name))
+            self.transport.retract(old.name)
+        return weights
+
+    def read_versions(self, generated: Generated) -> tuple[VersionSpan, ...]:
+        """Of an answer's tokens; empty: the request named its weights."""
+        if not self.transport.labels_answers:
+            return ()
+        spans = generated.weight_versions
+        if unknown := [label for label, _, _ in spans if label not in self._versions]:
+            raise StaleReplicaError(f"an answer sampled with the weights {unknown[0]!r}, not ours")
+        if not spans or spans[0][1] != 0 or spans[-1][2] != len(generated.token_ids):
+            raise StaleReplicaError("an answer that does not name the weights of its tokens")
+        return tuple(VersionSpan(start, end, self._versions[name]) for name, start, end in spans)
+
+    # ── in the event loop of the pool ────────────────────────────────────────────────────────────
+
+    async def _try_to_prepare(self, replica: Replica) -> bool:
+        """Whether it has the current weights now; if not, it gets them before its next request."""
+        try:
+            await self._prepare(replica)
+        except UnavailableError as error:
+            replica.report_failure(self.pool.first_wait, error.wait)
+            return False
+        return True
+
+    async def _prepare(self, replica: Replica) -> None:
+        async with self._locks[replica.url]:
+            weights = self.current
+            if weights is None or weights.name in replica.loaded:
+                return
+            await self.transport.load(replica, weights.name)
+            await self._check(replica, weights)
+            replica.loaded.add(weights.name)
+
+    def _recover(self, replica: Replica, error: RefusedError | StaleReplicaError) -> bool:
+        """A server that was restarted has lost its weights."""
+        if isinstance(error, RefusedError) and (
+            self.current is None or error.status != 404 or self.current.name not in error.text
+        ):
+            return False
+        replica.loaded.clear()
+        return True
+
+    async def _check(self, replica: Replica, weights: PublishedWeights) -> None:
+        logps: list[float] = []
+        for probe in self.probes:  # one at a time: see docs/serving.md
+            body = self.route.score_body(self.model, probe.token_ids, 0)
+
+            def parse(answer: Any, probe: ScoreRequest = probe) -> list[float]:
+                return read_logps(self.route.read_prompt_logps(answer), probe)
+
+            logps += await self.pool.send(
+                replica, Request(path=self.route.path, body=body, parse=parse)
+            )
+        current = ProbeLogps(trainer=weights.trainer_logps, server=tuple(logps))
+        earlier = self._earlier.setdefault(replica.url, [])
+        problem = find_weight_problem(current, earlier, max_difference=self.max_difference)
+        if problem is None and not shows_last_change(current, earlier):
+            problem = await self.transport.find_stale_weights(replica, weights.name)
+        if problem is not None:
+            raise RunError(
+                f"{self.pool.field}.urls: {replica.url} does not sample with the student's weights "
+                f"of step {weights.version}: {problem}. Nothing was sampled with them. "
+                + (
+                    "Check that it serves the model that the student starts from, in the dtype of "
+                    f"student.dtype; for another one raise {self.pool.field}.max_difference"
+                    if not earlier
+                    else f"Restart the server. {GO_ON}"
+                )
+            )
+        self._earlier[replica.url] = [*earlier[:1], current]
+
+    async def _forget(self, replica: Replica, name: str) -> None:
+        if name not in replica.loaded:
+            return
+        replica.loaded.discard(name)
+        try:
+            await self.transport.unload(replica, name)
+        except (UnavailableError, RefusedError):
+            return  # it restarted, or evicted them: they are gone either way
