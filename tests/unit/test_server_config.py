@@ -63,6 +63,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "servers elsewhere without a folder": (
         {"rollout": {"server": {"urls": [OTHER_URL], "model": "small"}}},
         r"rollout.server.sync_folder: .*same path"),
+    "an adapter over NCCL": (rollout(server={"urls": [LOCAL_URL], "model": "m",
+        "weight_transfer": "nccl"}), r"weight_transfer = 'nccl': with student.lora an adapter"),
+    "a folder that NCCL does not use": (
+        {"student": {"model": "smollm2-135m"}, **rollout(server={"urls": [LOCAL_URL], "model": "m",
+            "weight_transfer": "nccl", "sync_folder": "w"})},
+        r"rollout.server.sync_folder: nothing is written"),
     "mixed sampling": (rollout(mixed_sampling={}), r"rollout.mixed_sampling decodes"),
     "a key in the recipe": (rollout(server={"urls": [LOCAL_URL], "model": "m",
         "api_key_env": "sk-proj-4f5"}), r"the name of an environment variable"),
@@ -128,6 +134,9 @@ def test_a_server_of_all_weights_takes_them_by_routes_of_its_own() -> None:
     assert command.environment == {"VLLM_SERVER_DEV_MODE": "1"}
     assert not [flag for flag in command.flags if "lora" in flag]
     assert " ".join(command.flags).endswith("processed_logprobs --dtype bfloat16")
+    over_nccl = rollout(server={"urls": [LOCAL_URL], "model": "m", "weight_transfer": "nccl"})
+    command, _ = find_server_commands(parse(student={"model": "smollm2-135m"}, **over_nccl))
+    assert """--weight-transfer-config '{"backend": "nccl"}'""" in command.to_shell()
     with pytest.raises(RecipeError, match=r"student.keep_layers: .*courtside export"):
         find_server_commands(parse(student={"model": "smollm2-135m", "keep_layers": [0, 1]}))
 

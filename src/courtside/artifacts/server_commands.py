@@ -91,6 +91,8 @@ def _rollout_commands(recipe: Recipe, server: RolloutServerConfig) -> Iterator[S
     flags = ["--logprobs-mode", "processed_logprobs"]
     flags += [] if student.dtype == "auto" else ["--dtype", student.dtype]
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if server.weight_transfer == "nccl":
+        flags += ["--weight-transfer-config", '{"backend": "nccl"}']
     if lora is not None:
         rank = next((size for size in LORA_RANKS if size >= lora.rank), lora.rank)
         flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(NUM_LOADED)]

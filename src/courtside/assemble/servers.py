@@ -18,6 +18,7 @@ from courtside.engines.local import LocalEngine
 from courtside.engines.served.adapters import AdapterTransport
 from courtside.engines.served.engine import ServedEngine
 from courtside.engines.served.full_weights import SWITCH, FolderCarrier, FullWeightsTransport
+from courtside.engines.served.nccl_transfer import NcclCarrier, refuse_nccl
 from courtside.engines.served.pool import ReplicaPool
 from courtside.engines.served.probe import ServerFacts, probe_servers
 from courtside.engines.served.shared_folder import SharedFolder
@@ -29,7 +30,7 @@ from courtside.recipe import Recipe
 from courtside.recipe.server import RolloutServerConfig, ServerConfig
 from courtside.recipe.teacher import RoutedTeacherConfig, ServerTeacherConfig
 from courtside.rollout.single_turn import make_sampling
-from courtside.training.weights import StudentWeights, save_all_weights
+from courtside.training.weights import StudentWeights, fingerprint_weights, save_all_weights
 from courtside.types import Message
 
 NUM_PROBES = 4
@@ -62,6 +63,8 @@ class Servers:
 def connect_servers(recipe: Recipe, inputs: Inputs) -> Servers:
     rollout = None
     if recipe.rollout.server is not None:
+        if recipe.rollout.server.weight_transfer == "nccl":
+            refuse_nccl("rollout.server")
         rollout = _connect(recipe.rollout.server, "rollout.server", inputs)
         _check_vocabulary(rollout.pool, inputs.tokenizer, recipe.student.model)
         _check_context(recipe, rollout, inputs)
@@ -224,6 +227,9 @@ def make_served_student(
 def _make_transport(
     recipe: Recipe, config: RolloutServerConfig, pool: ReplicaPool, weights: StudentWeights
 ) -> Transport:
+    if config.weight_transfer == "nccl":
+        fingerprint = partial(fingerprint_weights, weights.trained.values())
+        return FullWeightsTransport(pool, NcclCarrier(pool, weights.model, fingerprint))
     folder = SharedFolder(config.sync_folder or _temporary_folder(), field=pool.field)
     if weights.adapter is None:
         save = partial(save_all_weights, weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
@@ -57,6 +57,9 @@ class RolloutServerConfig(ServerConfig):
     sync_folder: Path | None = None
     """Folder for the weights of each step (a LoRA adapter, or all weights), which the servers read
     under the same path. Unset: a temporary folder, where all servers run on this machine."""
+    weight_transfer: Literal["folder", "nccl"] = "folder"
+    """How all weights travel, without student.lora. folder: through `sync_folder`. nccl: from the
+    student's GPU to the servers', by vLLM, which must be installed here, too."""
     max_difference: PositiveFloat = 0.05
     """Nats a token by which the servers' log-probs of some prompts may differ from the trainer's,
     on average, after new weights were loaded; above it the run stops. Rounding in bfloat16 gives
@@ -65,4 +68,4 @@ class RolloutServerConfig(ServerConfig):
     @property
     def lacks_sync_folder(self) -> bool:
         """Whether weights travel through a folder, and none is named."""
-        return self.sync_folder is None
+        return self.sync_folder is None and self.weight_transfer == "folder"

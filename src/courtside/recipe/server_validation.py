@@ -32,6 +32,13 @@ def _rollout_problems(recipe: Recipe, server: RolloutServerConfig) -> Iterator[s
             f"student.lora.target_modules names {min(heads)!r}, and vLLM leaves an adapter there "
             "out of its log-probs. Remove it, or remove rollout.server"
         )
+    if server.weight_transfer == "nccl" and lora is not None:
+        yield (
+            "rollout.server.weight_transfer = 'nccl': with student.lora an adapter travels, as "
+            "files. Remove one of the two"
+        )
+    if server.weight_transfer == "nccl" and server.sync_folder is not None:
+        yield "rollout.server.sync_folder: nothing is written to it with weight_transfer = 'nccl'"
     if server.lacks_sync_folder and not server.is_local:
         yield (
             "rollout.server.sync_folder: the servers run on other machines. Name a folder on a "
