@@ -316,7 +316,7 @@ def test_a_closed_pipe_ends_a_listing_quietly() -> None:
 def test_a_listing_on_a_full_disk_says_so() -> None:
     command = f"exec {sys.executable} -m courtside recipes > /dev/full"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=60)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith(b"error: standard output could not be written (No space left on")
 
 
@@ -341,7 +341,22 @@ def test_a_run_goes_on_where_its_output_is_on_a_full_disk(
 def test_a_process_without_standard_output() -> None:
     command = f"exec {sys.executable} -m courtside recipes >&-"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=60)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: standard output is closed"), done.stderr
+
+
+def test_a_run_without_standard_output(tiny_folder: Path, tmp_path: Path) -> None:
+    tree = small_tree(
+        tiny_folder, teacher={"kind": "self", "weights": "frozen"},
+        train={"steps": 1, "prompts_per_step": 1},
+    )  # fmt: skip
+    (tmp_path / "small.toml").write_text(toml.dumps(tree))
+    command = f"exec {sys.executable} -m courtside train small.toml >&-"
+    done = subprocess.run(
+        ["sh", "-c", command], stderr=subprocess.PIPE, timeout=120, cwd=tmp_path, text=True
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert (tmp_path / "runs" / "small" / "report.html").is_file()
 
 
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -27,7 +28,11 @@ from support.top_k_supports import overlap
 from torch import Tensor
 from torch.testing import assert_close
 
-from courtside.losses.fused.linear_divergence import ChunkPlan, fused_linear_divergence
+from courtside.losses.fused.linear_divergence import (
+    ChunkPlan,
+    _HeadMatmuls,
+    fused_linear_divergence,
+)
 from courtside.losses.fused.support_gradient import reverse_kl_with_tail
 from courtside.losses.fused.torch_backend import TorchVocabularyPass
 from courtside.losses.fused.types import (
@@ -378,6 +383,35 @@ def test_from_exact_logits_bfloat16_rounds_only_the_gradients(
     assert max(off["hidden_ND"], off["weight_VD"]) < 3e-3, off
     del off["hidden_ND"], off["weight_VD"], off["bias_V"]
     assert max(off.values()) < 1e-5, off
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """Every tensor that is allocated without a value is filled with NaN."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        (
+            torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        ),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_memory_after_a_row_of_logits_reaches_no_gradient(dtype: torch.dtype) -> None:
+    """Rows are padded, and matmuls with AMX multiply what lies there by zero."""
+    case = make_case(num_rows=64, vocab_size=258, sizes=(32, 32)).to(dtype)
+    matmuls = _HeadMatmuls(case.student, 64, 258)
+    padding_NP = matmuls.buffer_NV.as_strided((64, 62), (320, 1), 258)
+    assert not padding_NP.any()
+    ours, into = run(case, FULL[0], plan=None)
+    off = differences(ours, into, expected(case, FULL[0]))
+    assert max(off.values()) < 1.5e-2, off
 
 
 def test_hidden_states_may_have_another_dtype_than_the_head() -> None:

@@ -14,7 +14,7 @@ def main() -> None:
     )
     from courtside.interrupts import raise_on_termination
 
-    tolerate_closed_output()
+    has_output = tolerate_closed_output()
     raise_on_termination()
     limit_spinning()
     from courtside.cli.app import app, print_error
@@ -23,10 +23,11 @@ def main() -> None:
         app(prog_name="courtside")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if lost := describe_lost_output():
+        only_prints = "torch" not in sys.modules
+        if lost := describe_lost_output(has_output=has_output, only_prints=only_prints):
             print_error(lost)
-            code = code or 1
-        if "torch" not in sys.modules:
+            code = code or (2 if only_prints else 1)
+        if only_prints:
             sys.exit(code)
         _exit_now(code)
 

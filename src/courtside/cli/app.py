@@ -1,8 +1,8 @@
 """The list of commands, and their exit codes.
 
-0: done. 1: the run failed, and the message says what is saved. 2: bad usage or recipe, nothing was
-done. 3: a gate of a pipeline failed; all stages are saved. 128 + N: stopped by signal N, after
-saving (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP).
+0: done. 1: the run failed, and the message says what is saved. 2: bad usage or recipe, or a listing
+that could not be written: nothing was done. 3: a gate of a pipeline failed; all stages are saved.
+128 + N: stopped by signal N, after saving (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP).
 """
 
 from __future__ import annotations

@@ -49,8 +49,10 @@ class LossyStream:
         return getattr(self._stream, name)
 
 
-def tolerate_closed_output() -> None:
-    """Make standard output and error lossy, and open those that the process came without."""
+def tolerate_closed_output() -> bool:
+    """Make standard output and error lossy, and open those that the process came without. Whether
+    there is a standard output."""
+    has_output = sys.stdout is not None
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -60,11 +62,15 @@ def tolerate_closed_output() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
         setattr(sys, name, LossyStream(stream))
+    return has_output
 
 
-def describe_lost_output() -> str | None:
-    """Why standard output is not complete; None: it is, or nobody reads it."""
+def describe_lost_output(*, has_output: bool, only_prints: bool) -> str | None:
+    """Why what the command printed is not complete; None: it is, or its reader has gone (`| head`).
+    A run does more than print: without a standard output nothing of it is lost."""
     sys.stdout.flush()
+    if not has_output and only_prints:
+        return "standard output is closed, and this command only prints. Send it to a file"
     failure = getattr(sys.stdout, "failure", None)
     if failure is None:
         return None

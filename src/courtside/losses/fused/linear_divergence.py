@@ -209,6 +209,9 @@ class _HeadMatmuls:
         self.weight_VD = side.weight_VD[:vocab_size]
         self.bias_V = None if side.bias_V is None else side.bias_V[:vocab_size]
         buffer_NV = side.weight_VD.new_empty(num_rows, _padded_vocab_size(vocab_size))
+        # oneDNN's matmuls with AMX read past the end of a row and multiply by zero (oneDNN issue
+        # 5717), which leaves the NaNs of memory that was never written.
+        buffer_NV[:, vocab_size:].zero_()
         self.buffer_NV = buffer_NV[:, :vocab_size]
         if (low := side.low_rank) is not None:
             self.up_VR = low.up_VR[:vocab_size]
