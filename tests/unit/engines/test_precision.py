@@ -206,7 +206,8 @@ def test_loss_and_gradient_of_a_step_are_those_of_float64_within_rounding(
     assert actual.keys() == expected.keys()
     assert all(gradient.dtype == torch.float32 for gradient in actual.values())
     error = relative_error(flatten_gradients(actual), flatten_gradients(expected))
-    assert 1e-4 < error < 0.06, "rounded, and no more than that"
+    # 0.056 with avx512_bf16 and 0.064 with AMX, which sum in another order.
+    assert 1e-4 < error < 0.08, "rounded, and no more than that"
     assert metrics.losses["divergence"] == pytest.approx(float(total.detach()), rel=0.02)
 
 
