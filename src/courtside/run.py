@@ -129,6 +129,7 @@ class Run:
                 self._save()
             raise
         finally:
+            self.parts.close_rollouts()
             for tracker in self.trackers:
                 tracker.close()
             self.console.finish()

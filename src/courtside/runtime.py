@@ -53,5 +53,7 @@ class Runtime:
     """Counts answers, episodes and tokens of the phase that is running."""
     reader_is_student: bool
     """Whether the student is the model of a reader."""
+    close_rollouts: Callable[[], None]
+    """Gives up what is sampled ahead, when the run ends."""
     notes: tuple[str, ...]
     """What a user should know before the run starts."""

@@ -222,6 +222,11 @@ policy_gradient.py
 + sampler_logp_T
 - clamp(1 - low, 1 + high)
 + clamp(1 - high, 1 + low)
+- (weight_T >= low) & (weight_T <= high)
++ (weight_T > low) & (weight_T <= high)
++ (weight_T >= low) & (weight_T < high)
++ (weight_T >= low)
++ (weight_T <= high)
 - torch.minimum(ratio_T
 + torch.maximum(ratio_T
 - torch.maximum(surrogate_T, dual_clip * advantage_T)
@@ -230,19 +235,21 @@ policy_gradient.py
 - torch.where(advantage_T < 0, bounded_T, surrogate_T)
 + bounded_T
 + torch.where(advantage_T > 0, bounded_T, surrogate_T)
-- clip=self.clip, dual_clip=self.dual_clip
+- ratio_gate=self.ratio_gate, clip=self.clip
 + clip=self.clip
++ ratio_gate=self.ratio_gate
+- dual_clip=self.dual_clip
++ dual_clip=None
 - len(rewards_M) / (len(rewards_M) - 1)
 + (len(rewards_M) - 1) / len(rewards_M)
 - clipped_T * advantage_T)
 + ratio_T * advantage_T)
-- -ratio_T.detach().clamp(max=limit) * advantage_T
-+ -advantage_T
+- -weight_T * advantage_T * student_logp_T
++ -advantage_T * student_logp_T
++ -weight_T * advantage_T
 - ratio_T.detach().clamp(max=limit)
 + ratio_T.clamp(max=limit)
 + ratio_T.detach()
-- .clamp(max=limit) * advantage_T * student_logp_T
-+ .clamp(max=limit) * advantage_T
 - rewards_M - rewards_M.mean()
 + rewards_M - rewards_N.mean()
 - centered_M.square().mean().sqrt()

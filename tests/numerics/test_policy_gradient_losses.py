@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -352,6 +353,34 @@ def test_ratio_and_truncation_against_the_textbook(seed: int, limit: float | Non
         close(loss_T[t].item(), -retained * advantage_T[t].item() * student_T[t].item())
 
 
+@given(st.integers(0, 2**20), st.sampled_from([(0.5, 2.0), (0.9, 1.1), (0.01, 1.5)]))
+def test_a_gate_on_the_ratio_against_the_textbook(seed: int, gate: tuple[float, float]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    student_T, sampler_T, advantage_T = torch.randn(
+        3, 7, generator=generator, dtype=torch.float64
+    ).unbind()
+    student_T.requires_grad_()
+    loss_T = policy_gradient(student_T, advantage_T, sampler_logp_T=sampler_T, ratio_gate=gate)
+    (gradient_T,) = torch.autograd.grad(loss_T.sum(), student_T)
+    for t in range(7):
+        ratio = math.exp(student_T[t].item() - sampler_T[t].item())
+        weight = ratio if gate[0] <= ratio <= gate[1] else 0.0
+        close(gradient_T[t].item(), -weight * advantage_T[t].item())
+        close(loss_T[t].item(), -weight * advantage_T[t].item() * student_T[t].item())
+
+
+def test_a_gate_takes_tokens_at_its_ends() -> None:
+    """Ratios that float64 has exactly."""
+    student_T = torch.tensor([0.0, 0.0], dtype=torch.float64)
+    sampler_T = torch.zeros(2, dtype=torch.float64)
+    ones_T = torch.ones(2, dtype=torch.float64)
+    student_T.requires_grad_()
+    for gate, weight in (((1.0, 2.0), 1.0), ((0.5, 1.0), 1.0), ((1.1, 2.0), 0.0)):
+        loss_T = policy_gradient(student_T, ones_T, sampler_logp_T=sampler_T, ratio_gate=gate)
+        (gradient_T,) = torch.autograd.grad(loss_T.sum(), student_T)
+        close(gradient_T, -weight * ones_T)
+
+
 @given(st.integers(0, 2**20))
 def test_the_clipped_surrogate_against_the_textbook(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -410,11 +439,15 @@ def test_ratio_options_that_would_be_ignored_are_refused() -> None:
     x = torch.zeros(1, dtype=torch.float64)
     with pytest.raises(ValueError, match="give clip, too"):
         policy_gradient(x, x, sampler_logp_T=x, dual_clip=2.0)
-    for options in ({"truncate": 2.0}, {"clip": (0.2, 0.2)}, {"dual_clip": 2.0}):
+    bounds: tuple[dict[str, Any], ...] = (
+        {"truncate": 2.0}, {"ratio_gate": (0.5, 2.0)}, {"clip": (0.2, 0.2)}, {"dual_clip": 2.0},
+    )  # fmt: skip
+    for options in bounds:
         with pytest.raises(ValueError, match="sampler_logp_T"):
             policy_gradient(x, x, **options)
-    with pytest.raises(ValueError, match="exclude"):
-        policy_gradient(x, x, sampler_logp_T=x, truncate=2.0, clip=(0.2, 0.2))
+    for first, second in itertools.combinations(bounds[:3], 2):
+        with pytest.raises(ValueError, match="exclude"):
+            policy_gradient(x, x, sampler_logp_T=x, **first, **second)
 
 
 def test_cross_entropy_of_a_text_by_hand() -> None:
@@ -436,6 +469,7 @@ def test_cross_entropy_of_a_text_by_hand() -> None:
         ({}, False),
         ({}, True),
         ({"truncate": 0.9}, True),
+        ({"ratio_gate": (0.7, 1.4)}, True),
         ({"clip": (0.1, 0.2)}, True),
         ({"clip": (0.1, 0.2), "dual_clip": 1.05}, True),
     ],
@@ -466,6 +500,9 @@ def test_coefficients_are_the_gradient_of_all_losses_together(
         is_bounded_N = (centered_N < 0) & (ratio_N > options["dual_clip"])
         assert 0 < float((is_bounded_N & (weight_N > 0)).sum()) < 60, "a bound that acts on some"
         moves_N = moves_N * ~is_bounded_N
+    if "ratio_gate" in options:
+        moves_N = ((ratio_N > 0.7) & (ratio_N < 1.4)).double()
+        assert 0 < float(moves_N.sum()) < 60, "a gate that acts on some"
     ratio_N = ratio_N.clamp(max=options.get("truncate", math.inf))
     close(ours_N, -weight_N * moves_N * ratio_N * centered_N - 1)
     rows = slice(3, 7)

@@ -40,6 +40,7 @@ MIXES: dict[str, list[tuple[dict[str, Any], list[float]]]] = {
     "with cross-entropy": [(KL, FIRST), ({"kind": "cross_entropy", "weight": 0.1}, ALL)],
     "sampled tokens only": [({"kind": "cross_entropy"}, LAST), (REWARD, ALL)],
     "importance ratios": [({**GAP, "truncate": 1.1}, ALL), (KL, FIRST)],
+    "gated ratios": [({**GAP, "ratio_gate": (0.6, 1.8)}, ALL), (KL, LAST)],
     "clipped": [({**GAP, "clip": (0.1, 0.1)}, ALL)],
     "clip-higher, dual clip": [
         ({**REWARD, "ratio": "importance", "clip": (0.1, 0.3), "dual_clip": 1.2}, ALL),
@@ -234,6 +235,10 @@ def naive(losses: list[tuple[dict[str, Any], list[float]]], **options: Any) -> d
                 loss_N = -surrogate_N
             else:
                 ratio_N = ratio_N.detach().clamp(max=loss.truncate or math.inf)
+                if loss.ratio_gate is not None:
+                    is_inside_N = (ratio_N > loss.ratio_gate[0]) & (ratio_N < loss.ratio_gate[1])
+                    assert is_inside_N.any() and not is_inside_N.all(), "a gate that acts"
+                    ratio_N = ratio_N * is_inside_N
                 loss_N = -ratio_N * advantage_N * logp_N
             loss_M = loss_N[on_N]
         elif loss.kind == "preference":

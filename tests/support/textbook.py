@@ -121,6 +121,9 @@ def naive_policy_gradient(
             is_bounded_T = (advantage_T < 0) & (surrogate_T < bound_T)
             surrogate_T = torch.where(is_bounded_T, bound_T, surrogate_T)
         return -surrogate_T
+    if "ratio_gate" in loss:
+        low, high = loss["ratio_gate"]
+        return -ratio_T.detach() * ((ratio_T >= low) & (ratio_T <= high)) * advantage_T * p_T
     if "truncate" in loss:
         return -ratio_T.detach().clamp(max=loss["truncate"]) * advantage_T * p_T
     return -ratio_T * advantage_T

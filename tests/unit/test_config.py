@@ -292,7 +292,7 @@ def test_a_long_value_is_shortened() -> None:
         (
             loss("policy_gradient", ratio="none", truncate=2.0),
             "losses[0]",
-            "truncate and clip act on the ratio",
+            "truncate acts on the ratio",
             "use ratio = 'importance'",
         ),
         (

@@ -38,6 +38,11 @@ def rollout(**changes: Any) -> dict[str, Any]:
     return {"rollout": {"server": {"urls": [LOCAL_URL], "model": "small"}} | changes}
 
 
+def ahead(**changes: Any) -> dict[str, Any]:
+    server = {"urls": [LOCAL_URL], "model": "small", "max_staleness": 1}
+    return {"rollout": {"server": server} | changes}
+
+
 def losses(**changes: Any) -> dict[str, Any]:
     return {"losses": [changes]}
 
@@ -57,6 +62,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"train.max_flops: .*set teacher.num_parameters"),
     "weights of a served teacher": (
         {"teacher": served()["teacher"] | {"weights": "ema"}}, r"teacher.*weights: unknown key"),
+    "samples of older weights without a bound": (
+        ahead() | losses(kind="policy_gradient"),
+        r"losses\[0\]: with rollout.server.max_staleness = 1 .*Set truncate = 2.0, ratio_gate"),
+    "samples of older weights taken as current ones": (
+        ahead() | losses(kind="policy_gradient", ratio="none"),
+        r"losses\[0\].ratio = 'none' takes samples as the current student's"),
+    "samples ahead of a part of each batch": (
+        ahead(student_fraction=0.5, off_policy_source="teacher"),
+        r"max_staleness = 1 samples whole batches ahead, and rollout.student_fraction"),
+    "a gate without the ratio 1": (
+        losses(kind="policy_gradient", ratio_gate=[1.5, 5.0]),
+        r"ratio_gate = \[1.5, 5\] leaves out the ratio 1"),
+    "a gate and truncation": (
+        losses(kind="policy_gradient", ratio_gate=[0.5, 5.0], truncate=2.0),
+        r"truncate and ratio_gate exclude each other"),
     "an adapter on the head": (
         {"student": {"model": "smollm2-135m", "lora": {"target_modules": ["q_proj", "lm_head"]}}},
         r"student.lora.target_modules names 'lm_head'"),

@@ -83,7 +83,7 @@ def merged_server(exports: Exports, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def adapter_server(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("adapter") / "log"
-    yield from _serve(exports, "adapter", log, "--max-loras", "2")
+    yield from _serve(exports, "adapter", log, "--max-loras", "3")
 
 
 @pytest.fixture(scope="session")

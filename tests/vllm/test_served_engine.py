@@ -315,6 +315,37 @@ def test_rollouts_follow_the_student(exports, adapter_server, tmp_path, monkeypa
         engine.load_weights(3)
 
 
+def test_rollouts_run_ahead_of_the_update(exports, adapter_server, tmp_path):
+    """While the student trains, the next step is sampled with the adapter that it had before."""
+    rollout = {
+        "samples_per_prompt": 2, "max_new_tokens": 10, "temperature": 0.9,
+        "server": {"urls": [adapter_server.url], "model": adapter_server.model_names()[0],
+                   "sync_folder": str(tmp_path / "a"), "max_difference": ROUNDING,
+                   "max_staleness": 1},
+    }  # fmt: skip
+    prompted = {"kind": "self", "context": {"kind": "system", "text": "Answer in one word."}}
+    recipe = recipe_with(
+        prompted, rollout=rollout, losses=[{"kind": "policy_gradient", "truncate": 2.0}],
+        train={"steps": 3, "prompts_per_step": 2, "learning_rate": 1e-2},
+    )  # fmt: skip
+    with RunFolder.open(tmp_path / "run", recipe) as folder:
+        parts = assemble(recipe, trains=True)
+        train_loop(parts, Run(parts, folder, RunConsole()))
+    read = RunFolder.read(tmp_path / "run")
+    samples = [[s.trajectory for s in read.trajectories(step)] for step in range(3)]
+    assert [{t.policy_version for t in step} for step in samples] == [{0}, {0}, {1}]
+    assert [row.get("sampler/staleness", 0.0) for row in read.metrics()] == [0.0, 1.0, 1.0]
+    assert len({t.id for step in samples for t in step}) == 12, "each trajectory once"
+    start = parts.load_untrained()
+    for trajectory, scores in zip(
+        samples[1], start.score([ScoreRequest.of_trajectory(t) for t in samples[1]]), strict=True
+    ):
+        assert trajectory.sampler_logp == pytest.approx(scores.logp_T.tolist(), abs=ROUNDING)
+    assert read.metrics()[1]["sampler/logp_diff"] > ROUNDING, "the student has moved since"
+    retained = {weights.name for weights in parts.engine.sync.retained}
+    assert {folder.name for folder in (tmp_path / "a").iterdir()} == retained and len(retained) == 2
+
+
 def test_all_weights_follow_the_student(exports, untied, full_server, tmp_path):
     """Each step's weights, whose log-probs are the trainer's; a prefix that was cached under older
     ones, a reload that does nothing, and a server that was restarted."""
@@ -355,8 +386,8 @@ def test_all_weights_follow_the_student(exports, untied, full_server, tmp_path):
     (after,) = engine.sample([long_prompt], replace(sampling, temperature=1.0))
     ours = trainer_logps(after)
     torch.testing.assert_close(torch.tensor(after.logp), ours, atol=ROUNDING, rtol=0)
-    moved = (trainer_logps(before) - torch.tensor(before.logp)).abs().max()
-    assert moved > 3 * ROUNDING, "the step was too small to show a stale cache"
+    change = (trainer_logps(before) - torch.tensor(before.logp)).abs().max()
+    assert change > 3 * ROUNDING, "the step was too small to show a stale cache"
 
     # A restart: the weights of the start, and vLLM's own name for them.
     reload = {"method": "reload_weights",

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from courtside.artifacts.serving import LORA_RANKS, exact_base
-from courtside.engines.served.adapters import NUM_LOADED
+from courtside.engines.served.adapters import count_loaded
 from courtside.errors import RecipeError, UserError
 from courtside.recipe import Recipe
 from courtside.recipe.server import LOOPBACK, RolloutServerConfig, ServerConfig
@@ -95,7 +95,8 @@ def _rollout_commands(recipe: Recipe, server: RolloutServerConfig) -> Iterator[S
         flags += ["--weight-transfer-config", '{"backend": "nccl"}']
     if lora is not None:
         rank = next((size for size in LORA_RANKS if size >= lora.rank), lora.rank)
-        flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(NUM_LOADED)]
+        flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras"]
+        flags.append(str(count_loaded(server.max_staleness)))
         environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     yield from _commands(server, "rollout.server", exact_base(student.model), flags, environment)
 

@@ -7,6 +7,7 @@ from functools import partial
 from courtside.assemble.drafts import DraftFactory
 from courtside.assemble.inputs import load_inputs
 from courtside.assemble.models import load_models, load_untrained_student
+from courtside.assemble.overlap import RolloutThread, make_rollout_thread
 from courtside.assemble.rollouts import (
     make_episode_rollout,
     make_episodes,
@@ -47,6 +48,10 @@ def in_process(engine: LocalEngine) -> Engine:
     return engine
 
 
+def nothing_ahead() -> None:
+    """Closes no rollout: each step has waited for its own."""
+
+
 def assemble(
     recipe: Recipe,
     *,
@@ -74,10 +79,13 @@ def assemble(
     models = load_models(recipe, inputs.tokenizer, progress, ranks)
     local = models.make_student_engine(models.weights, models.name)
     engine: Engine
+    thread: RolloutThread | None = None
     if servers.rollout is None:
         engine = serve(local)
     else:
-        engine = make_served_student(recipe, inputs, servers.rollout, models, local)
+        engine = served = make_served_student(recipe, inputs, servers.rollout, models, local)
+        if trains and recipe.max_staleness:
+            thread = make_rollout_thread(recipe, inputs, served, progress=progress)
     if not engine.capabilities.weight_updates:
         raise RecipeError(
             f"rollout: {engine.name} cannot load new weights, so its samples would not be the "
@@ -111,12 +119,13 @@ def assemble(
         notes += offline_notes
     elif environment is None:
         rollout = make_single_turn_rollout(
-            recipe, engine, template, teacher.teacher, progress=progress
+            recipe, engine, template, teacher.teacher, progress=progress, thread=thread
         )
     else:
         episodes, rollout = make_episode_rollout(
-            recipe, environment, engine, incremental, teacher.teacher, progress=progress
-        )
+            recipe, environment, engine, incremental, teacher.teacher, progress=progress,
+            thread=thread,
+        )  # fmt: skip
         notes += [] if incremental.note is None else [incremental.note]
     if recipe.takeover is not None:
         teacher.take_over = make_takeover(
@@ -186,6 +195,7 @@ def assemble(
         averages=teachers.averages,
         teacher_sizes=teachers.sizes,
         reader_is_student=_student_reads(recipe),
+        close_rollouts=nothing_ahead if thread is None else thread.close,
         notes=tuple(notes),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+from courtside.assemble.overlap import RolloutThread
 from courtside.assemble.recordings import make_chat_log_rollout, make_document_rollout
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
@@ -55,16 +56,20 @@ def make_single_turn_rollout(
     teacher: ScoringTeacher | None,
     *,
     progress: ProgressMeter,
+    thread: RolloutThread | None = None,
 ) -> Rollout:
+    """`thread`: where the student samples ahead of the update; None: each step waits for it."""
     config, seed, grade = recipe.rollout, recipe.seed, make_grader(recipe.tasks)
     student = SingleTurnRollout(
-        engine=engine,
-        template=template,
+        engine=engine if thread is None else thread.engine,
+        template=template if thread is None else thread.template.renderer,
         config=config,
         grade=grade,
         seed=seed,
-        progress=progress,
+        progress=progress if thread is None else thread.progress,
     )
+    if thread is not None:
+        return thread.overlap(student.generate, student.grade_answers)
     sampler: StudentRollout = student
     if config.mixed_sampling is not None:
         sampler = make_mixed_sampling(config.mixed_sampling, student, teacher)
@@ -150,12 +155,18 @@ def make_episode_rollout(
     teacher: ScoringTeacher | None,
     *,
     progress: ProgressMeter,
+    thread: RolloutThread | None = None,
 ) -> tuple[EpisodeRollout, Rollout]:
-    """The student's episodes, and these with demonstrations, episodes of the teacher and
-    corrections as the recipe says."""
+    """The student's episodes for evaluations, and those of training: with demonstrations, episodes
+    of the teacher and corrections as the recipe says. `thread`: as for single turns."""
     config = recipe.rollout
     rollout: Rollout
     rollout = episodes = make_episodes(recipe, environment, engine, template, progress=progress)
+    if thread is not None:
+        in_thread = make_episodes(
+            recipe, environment, thread.engine, thread.template, progress=thread.progress
+        )
+        rollout = thread.overlap(in_thread.sample, list)
     if recipe.trains_on_data:
         expert = environment.demonstrate
         assert expert is not None, "the inputs were checked"

@@ -203,6 +203,7 @@ def make_served_student(
         connection.facts.route,
         _make_transport(recipe, config, pool, weights),
         max_difference=config.max_difference,
+        max_staleness=config.max_staleness,
         score=score,
         probes=probes,
     )

@@ -64,6 +64,8 @@ class GuardedEnvironment:
     """How messages call it, e.g. "tasks.path = 'a:B'"."""
     seconds: float | None
     """For each call of task, start, step or grade. None: no limit, in the calling thread."""
+    start_lock: threading.Lock = field(default_factory=threading.Lock)
+    """A rollout and an evaluation may run in two threads."""
 
     @property
     def size(self) -> int:
@@ -108,7 +110,8 @@ class GuardedEnvironment:
         # A copy: an episode that changes its task must not change that of another sample.
         fresh = replace(task, grader_args=json.loads(json.dumps(dict(task.grader_args))))
         call = partial(self.environment.start, fresh)
-        episode = self.begin_call("start(task)", call, validate_episode)()
+        with self.start_lock:  # `start` is a method of the object that all episodes share
+            episode = self.begin_call("start(task)", call, validate_episode)()
         return GuardedEpisode(episode=episode, host=self)
 
     def _find_optional(self, name: str, validate: Callable[[Any], T]) -> Callable[[Task], T] | None:

@@ -101,6 +101,7 @@ def policy_gradient(
     *,
     sampler_logp_T: Tensor | None = None,
     truncate: float | None = None,
+    ratio_gate: tuple[float, float] | None = None,
     clip: tuple[float, float] | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
@@ -110,6 +111,8 @@ def policy_gradient(
     - with it: −sg[r]·A·log π, r = π/μ. Its gradient is that of −r·A exactly;
     - `truncate` = c: −sg[min(r, c)]·A·log π. A truncated token weighs less and still has gradient,
       which clamping r inside −r·A would take away;
+    - `ratio_gate` = (low, high): as with truncation, but a token with r outside has neither value
+      nor gradient: what sampler and student disagree about so much is noise more than signal;
     - `clip` = (low, high): −min(r·A, clamp(r, 1 − low, 1 + high)·A), whose gradient does stop once
       the ratio has moved that far in the advantage's direction. high > low ("clip-higher") gives
       unlikely tokens more way up;
@@ -119,13 +122,13 @@ def policy_gradient(
     """
     advantage_T = advantage_T.detach()
     if sampler_logp_T is None:
-        if truncate is not None or clip is not None or dual_clip is not None:
+        if any(option is not None for option in (truncate, ratio_gate, clip, dual_clip)):
             raise ValueError(
-                "truncate, clip and dual_clip act on the ratio π/μ: give sampler_logp_T"
+                "truncate, ratio_gate, clip and dual_clip act on the ratio π/μ: give sampler_logp_T"
             )
         return -advantage_T * student_logp_T
-    if truncate is not None and clip is not None:
-        raise ValueError("truncate and clip exclude each other: give one of them")
+    if sum(option is not None for option in (truncate, ratio_gate, clip)) > 1:
+        raise ValueError("truncate, ratio_gate and clip exclude each other: give one of them")
     if dual_clip is not None and clip is None:
         raise ValueError("dual_clip bounds the clipped surrogate: give clip, too")
     ratio_T = (student_logp_T - sampler_logp_T.detach()).exp()
@@ -138,7 +141,11 @@ def policy_gradient(
             surrogate_T = torch.where(advantage_T < 0, bounded_T, surrogate_T)
         return -surrogate_T
     limit = math.inf if truncate is None else truncate
-    return -ratio_T.detach().clamp(max=limit) * advantage_T * student_logp_T
+    weight_T = ratio_T.detach().clamp(max=limit)
+    if ratio_gate is not None:
+        low, high = ratio_gate
+        weight_T = torch.where((weight_T >= low) & (weight_T <= high), weight_T, 0.0)
+    return -weight_T * advantage_T * student_logp_T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +161,7 @@ class SampledTokenLoss:
     sampler_logp_N: Tensor | None = None
     """None: no importance ratio."""
     truncate: float | None = None
+    ratio_gate: tuple[float, float] | None = None
     clip: tuple[float, float] | None = None
     dual_clip: float | None = None
     baseline: bool = False
@@ -188,7 +196,8 @@ class SampledTokenLoss:
         sampler_logp_N = None if self.sampler_logp_N is None else mask(self.sampler_logp_N)
         return policy_gradient(
             mask(student_logp_N), advantage_N, sampler_logp_T=sampler_logp_N,
-            truncate=self.truncate, clip=self.clip, dual_clip=self.dual_clip,
+            truncate=self.truncate, ratio_gate=self.ratio_gate, clip=self.clip,
+            dual_clip=self.dual_clip,
         )  # fmt: skip
 
 

@@ -177,6 +177,9 @@ class PolicyGradientLoss(LossBase):
     """importance: π/μ, so that samples of a slightly different policy give an unbiased gradient."""
     truncate: PositiveFloat | None = None
     """Largest importance ratio. Unset: no limit."""
+    ratio_gate: tuple[PositiveFloat, PositiveFloat] | None = None
+    """(low, high): a token whose importance ratio is outside trains nothing, e.g. (0.5, 5). Unset:
+    all train."""
     clip: tuple[PositiveFloat, PositiveFloat] | None = None
     """(low, high): the clipped surrogate, which stops at ratios 1 − low and 1 + high. high > low is
     clip-higher."""
@@ -211,6 +214,11 @@ class PolicyGradientLoss(LossBase):
     @property
     def needs_teacher(self) -> bool:
         return self.advantage in ("teacher_gap", "hint_contrast")
+
+    @property
+    def bounds_ratio(self) -> bool:
+        """Whether samples of an older policy cannot weigh without a limit."""
+        return any(bound is not None for bound in (self.truncate, self.ratio_gate, self.clip))
 
     @field_validator("advantage")
     @classmethod
@@ -248,10 +256,21 @@ class PolicyGradientLoss(LossBase):
             )
         if self.penalized_events is not None and not self.turn_penalty:
             raise ValueError("penalized_events belongs to turn_penalty; set that, too")
-        if self.ratio == "none" and (self.truncate is not None or self.clip is not None):
-            raise ValueError("truncate and clip act on the ratio; use ratio = 'importance'")
-        if self.truncate is not None and self.clip is not None:
-            raise ValueError("truncate and clip exclude each other: choose one")
+        bounds = {
+            name: getattr(self, name)
+            for name in ("truncate", "ratio_gate", "clip")
+            if getattr(self, name) is not None
+        }
+        if self.ratio == "none" and bounds:
+            raise ValueError(f"{next(iter(bounds))} acts on the ratio; use ratio = 'importance'")
+        if len(bounds) > 1:
+            raise ValueError(f"{' and '.join(bounds)} exclude each other: choose one")
+        if self.ratio_gate is not None and not self.ratio_gate[0] < 1 < self.ratio_gate[1]:
+            low, high = self.ratio_gate
+            raise ValueError(
+                f"ratio_gate = [{low:g}, {high:g}] leaves out the ratio 1, which tokens of an "
+                "unchanged student have; use e.g. [0.5, 5]"
+            )
         if self.dual_clip is not None and self.clip is None:
             raise ValueError("dual_clip bounds the clipped surrogate; set clip, too")
         return self

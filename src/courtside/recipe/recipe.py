@@ -150,6 +150,12 @@ class Recipe(Section):
         return (self.teacher,)
 
     @property
+    def max_staleness(self) -> int:
+        """Optimizer steps by which samples may be older than the weights that they train."""
+        server = self.rollout.server
+        return 0 if server is None else server.max_staleness
+
+    @property
     def server_teachers(self) -> tuple[ServerTeacherConfig, ...]:
         return tuple(t for t in self.model_teachers if isinstance(t, ServerTeacherConfig))
 

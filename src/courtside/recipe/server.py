@@ -60,6 +60,9 @@ class RolloutServerConfig(ServerConfig):
     weight_transfer: Literal["folder", "nccl"] = "folder"
     """How all weights travel, without student.lora. folder: through `sync_folder`. nccl: from the
     student's GPU to the servers', by vLLM, which must be installed here, too."""
+    max_staleness: Annotated[int, Field(ge=0, le=16)] = 0
+    """0: the servers sample a step when the one before it has trained. n: they sample up to n steps
+    ahead while the student trains, with weights that are at most n optimizer steps older."""
     max_difference: PositiveFloat = 0.05
     """Nats a token by which the servers' log-probs of some prompts may differ from the trainer's,
     on average, after new weights were loaded; above it the run stops. Rounding in bfloat16 gives

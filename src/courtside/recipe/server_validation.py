@@ -56,10 +56,37 @@ def _rollout_problems(recipe: Recipe, server: RolloutServerConfig) -> Iterator[s
             "rollout.mixed_sampling decodes token by token with two models in one process; remove "
             "it, or rollout.server"
         )
+    if server.max_staleness:
+        yield from _staleness_problems(recipe)
     if recipe.tasks.is_recorded and not recipe.evaluate.suites:
         yield (
             f"rollout.server: nothing is sampled with tasks.kind = {recipe.tasks.kind!r}; remove it"
         )
+
+
+def _staleness_problems(recipe: Recipe) -> Iterator[str]:
+    field = f"rollout.server.max_staleness = {recipe.max_staleness}"
+    if recipe.tasks.is_recorded:
+        yield f"{field}: nothing is sampled with tasks.kind = {recipe.tasks.kind!r}; remove it"
+    if recipe.rollout.student_fraction != 1.0:
+        yield (
+            f"{field} samples whole batches ahead, and rollout.student_fraction gives a part of "
+            "each to another source. Remove one of the two"
+        )
+    for index, loss in enumerate(recipe.losses):
+        if loss.kind != "policy_gradient":
+            continue
+        if loss.ratio == "none":
+            yield (
+                f"losses[{index}].ratio = 'none' takes samples as the current student's, and with "
+                f"{field} they are of older weights. Use ratio = 'importance'"
+            )
+        elif not loss.bounds_ratio:
+            yield (
+                f"losses[{index}]: with {field} samples are of older weights, and without a bound "
+                "one token's importance ratio may outweigh a batch. Set truncate = 2.0, ratio_gate "
+                "= [0.5, 5.0] or clip = [0.2, 0.2]"
+            )
 
 
 def _teacher_problems(recipe: Recipe) -> Iterator[str]:

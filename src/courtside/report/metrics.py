@@ -41,6 +41,10 @@ def compute_metrics(
         row["reward/pass_rate"] = sum(grade.passed for grade in grades) / len(grades)
         row["reward/grader_errors"] = sum(grade.error is not None for grade in grades)
     row |= reward_metrics(trajectories)
+    ages = [update.step - t.policy_version for t in trajectories if t.policy_version is not None]
+    if any(ages):
+        row["sampler/staleness"] = sum(ages) / len(ages)
+        row["sampler/staleness_max"] = max(ages)
     if lengths:
         truncated = sum(trajectory.stop == "length" for trajectory in trajectories)
         row["length/mean"] = sum(lengths) / len(lengths)

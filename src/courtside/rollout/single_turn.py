@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from courtside.chat.messages import make_trajectory
 from courtside.chat.template import ChatTemplate
@@ -12,7 +13,7 @@ from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe.rollout import RolloutConfig
 from courtside.rollout.shares import index_tasks
 from courtside.seeds import seed_for, trajectory_id
-from courtside.types import Grade, Task, Trajectory
+from courtside.types import Grade, Sample, Task, Trajectory
 
 
 def make_sampling(config: RolloutConfig) -> Sampling:
@@ -24,6 +25,16 @@ def make_sampling(config: RolloutConfig) -> Sampling:
         min_p=config.min_p,
         stop=config.stop,
     )
+
+
+class Answer(NamedTuple):
+    """What the student sampled for a prompt, before anybody has looked at it."""
+
+    id: str
+    task: Task
+    prompt_ids: tuple[int, ...]
+    sample: Sample
+    step: int
 
 
 @dataclass(kw_only=True)
@@ -43,6 +54,9 @@ class SingleTurnRollout:
 
     def sample(self, tasks: Mapping[int, Task], step: int) -> list[Trajectory]:
         """`tasks`: by their index in the batch, which ids and seeds follow."""
+        return self.grade_answers(self.generate(tasks, step))
+
+    def generate(self, tasks: Mapping[int, Task], step: int) -> list[Answer]:
         keys = [(index, n) for index in tasks for n in range(self.config.samples_per_prompt)]
         requests = [
             SampleRequest(
@@ -56,15 +70,21 @@ class SingleTurnRollout:
         )
         samples = self.engine.sample(requests, self.sampling) if requests else []
         return [
-            make_trajectory(
-                tasks[index],
-                request.prompt_ids,
-                sample,
-                id=trajectory_id(step, index, n),
-                source="student",
-                policy_version=sample.oldest_version(step),
-                temperature=self.config.temperature,
-                grade=self.grade(tasks[index], sample.text),
-            )
+            Answer(trajectory_id(step, index, n), tasks[index], request.prompt_ids, sample, step)
             for (index, n), request, sample in zip(keys, requests, samples, strict=True)
+        ]
+
+    def grade_answers(self, answers: Sequence[Answer]) -> list[Trajectory]:
+        return [
+            make_trajectory(
+                answer.task,
+                answer.prompt_ids,
+                answer.sample,
+                id=answer.id,
+                source="student",
+                policy_version=answer.sample.oldest_version(answer.step),
+                temperature=self.config.temperature,
+                grade=self.grade(answer.task, answer.sample.text),
+            )
+            for answer in answers
         ]

@@ -120,6 +120,7 @@ class TokenBatch:
             advantage_N=advantage_N,
             sampler_logp_N=self.sampler_logp_N if loss.ratio == "importance" else None,
             truncate=loss.truncate,
+            ratio_gate=loss.ratio_gate,
             clip=loss.clip,
             dual_clip=loss.dual_clip,
             baseline=loss.baseline,

@@ -26,14 +26,16 @@ from support.vllm_stand_in import (
 from courtside.engines.base import Capabilities, SampleRequest, Sampling, ScoreRequest
 from courtside.engines.served.adapters import AdapterTransport
 from courtside.engines.served.engine import ServedEngine
-from courtside.engines.served.pool import ReplicaPool
+from courtside.engines.served.pool import ReplicaPool, Request
 from courtside.engines.served.probe import probe_servers
 from courtside.engines.served.replicas import choose_replica
 from courtside.engines.served.shared_folder import SharedFolder
 from courtside.engines.served.student import ServedStudent
 from courtside.engines.served.weight_sync import WeightSync
 from courtside.errors import RecipeError, RunError
+from courtside.progress import ProgressMeter
 from courtside.recipe.server import ServerConfig
+from courtside.types import VersionSpan
 
 PROMPT = (3, 4)
 SAMPLING = Sampling(max_new_tokens=3)
@@ -335,7 +337,9 @@ def test_another_model_or_other_log_probs_are_refused(servers: list[VllmStandIn]
 # ── adapters ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_sync(engine: ServedEngine, folder: Path, trainer: Callable[[], float]) -> WeightSync:
+def make_sync(
+    engine: ServedEngine, folder: Path, trainer: Callable[[], float], *, max_staleness: int = 0
+) -> WeightSync:
     def save(work: Path) -> None:
         (work / "adapter_model.safetensors").write_text(json.dumps(trainer()))
 
@@ -343,6 +347,14 @@ def make_sync(engine: ServedEngine, folder: Path, trainer: Callable[[], float]) 
     return WeightSync(
         engine.pool, engine.facts.route, AdapterTransport(engine.pool, shared, save),
         max_difference=0.05, score=lambda: (trainer(),) * 2, probes=[SCORED],
+        max_staleness=max_staleness,
+    )  # fmt: skip
+
+
+def make_student(engine: ServedEngine, sync: WeightSync) -> ServedStudent:
+    return ServedStudent(
+        engine.pool, engine.facts, local=LocalStandIn(), name="tiny", tokenizer=engine.tokenizer,
+        sync=sync, eos_ids=engine.eos_ids, vocab_size=258, context_length=512,
     )  # fmt: skip
 
 
@@ -377,6 +389,45 @@ def test_each_version_has_a_name_and_folder_of_its_own(
     assert len(published) == 3
 
 
+def test_versions_that_are_still_sampled_with_stay_loaded(
+    servers: list[VllmStandIn], tmp_path: Path
+) -> None:
+    engine = make_engine(servers[0].url)
+    servers[0].version_logp = read_logp(servers[0])
+    logp = [-1.0]
+    sync = make_sync(engine, tmp_path, lambda: logp[0], max_staleness=2)
+    names = []
+    for version in range(5):
+        logp[0] = -1.0 - 0.01 * version
+        names.append(sync.publish(version).name)
+        assert set(servers[0].adapters) == set(names[-3:]), "and no more"
+        assert {p.name for p in tmp_path.iterdir()} == set(names[-3:])
+    assert [weights.version for weights in sync.retained] == [2, 3, 4]
+    servers[0].restart()
+    sync.pool.ask_each(sync._try_to_prepare)  # it does not know yet
+    body = engine.facts.route.score_body(names[2], SCORED.token_ids, 0)
+    answer = sync.pool.ask_all([Request(path=GENERATE, body=body, parse=dict)])
+    assert answer and set(servers[0].adapters) == set(names[-3:]), "older ones as well"
+    engine.pool.close()
+    assert not servers[0].adapters, "all are given back"
+
+
+def test_a_fork_samples_with_the_weights_that_it_has_pinned(
+    servers: list[VllmStandIn], tmp_path: Path
+) -> None:
+    engine = make_engine(servers[0].url)
+    student = make_student(engine, make_sync(engine, tmp_path, lambda: -1.0, max_staleness=1))
+    fork = student.fork(ProgressMeter())
+    fork.pinned = first = student.weights
+    student.load_weights(1)
+    requests = [SampleRequest(prompt_ids=(1, 2), seed=0)]
+    for sampler, weights in ((fork, first), (student, student.sync.current)):
+        (sample,) = sampler.sample(requests, SAMPLING)
+        assert sample.policy_versions == (VersionSpan(0, 3, weights.version),)
+        assert servers[0].bodies[-1][1]["model"] == weights.name
+    assert first.version == 0 and student.weights.version == 1
+
+
 def test_log_probs_of_another_distribution_are_refused(
     servers: list[VllmStandIn], tmp_path: Path
 ) -> None:
@@ -389,11 +440,7 @@ def test_log_probs_of_another_distribution_are_refused(
     servers[0].fault = answer_raw
     engine = make_engine(servers[0].url)
     assert engine.facts.logprobs == "raw"
-    student = ServedStudent(
-        engine.pool, engine.facts, local=LocalStandIn(), name="tiny", tokenizer=engine.tokenizer,
-        sync=make_sync(engine, tmp_path, lambda: -1.0), eos_ids=engine.eos_ids, vocab_size=258,
-        context_length=512,
-    )  # fmt: skip
+    student = make_student(engine, make_sync(engine, tmp_path, lambda: -1.0))
     for changed in (Sampling(max_new_tokens=3, temperature=0.7), replace(SAMPLING, top_p=0.9)):
         with pytest.raises(RecipeError, match=r"--logprobs-mode processed_logprobs"):
             student.check_sampling(changed)

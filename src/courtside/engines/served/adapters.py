@@ -14,9 +14,14 @@ from courtside.engines.served.replicas import Replica
 from courtside.engines.served.shared_folder import SharedFolder
 from courtside.errors import RunError
 
-NUM_LOADED = 2
-"""Versions on a server at a time, for --max-loras: the new one is loaded before the old one goes.
-vLLM takes more without a word and evicts the oldest."""
+
+def count_loaded(max_staleness: int) -> int:
+    """Versions on a server at a time, for --max-loras: the current one, those that are still
+    sampled with, and a new one that is loaded before the oldest goes. vLLM takes more without a
+    word and evicts the oldest."""
+    return max_staleness + 2
+
+
 UNLOAD = "/v1/unload_lora_adapter"
 FLAGS = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as `courtside serve` does"
 
@@ -44,9 +49,10 @@ class AdapterTransport:
             # "already": the answer to an earlier try was lost.
             if "already been loaded" not in error.text:
                 raise RunError(f"{error}. {self._fix(error, folder)}") from None
-        self.pool.farewells[replica.url] = (UNLOAD, {"lora_name": name})
+        self.pool.farewells[replica.url, name] = (UNLOAD, {"lora_name": name})
 
     async def unload(self, replica: Replica, name: str) -> None:
+        self.pool.farewells.pop((replica.url, name), None)
         body = {"lora_name": name}
         await self.pool.send(replica, Request(path=UNLOAD, body=body, parse=str))
 

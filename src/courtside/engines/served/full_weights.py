@@ -61,7 +61,7 @@ class FullWeightsTransport:
 
     async def load(self, replica: Replica, name: str) -> None:
         if await self.ask_name(replica) != name:  # else the answer to an earlier try was lost
-            self.pool.farewells[replica.url] = (RESUME, {})
+            self.pool.farewells[replica.url, RESUME] = (RESUME, {})
             await self._post(replica, "/pause?mode=wait&clear_cache=true")
             await self.carrier.deliver(replica, name)
             reset = await self._post(replica, "/reset_prefix_cache")
@@ -73,7 +73,7 @@ class FullWeightsTransport:
                 )
             await self._post(replica, "/update_weight_version", new_version=name)
         await self._post(replica, RESUME)
-        self.pool.farewells.pop(replica.url, None)
+        self.pool.farewells.pop((replica.url, RESUME), None)
 
     async def unload(self, replica: Replica, name: str) -> None:
         """The newer ones took their place."""

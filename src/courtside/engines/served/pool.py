@@ -95,8 +95,9 @@ class ReplicaPool:
             Replica(url, asyncio.Semaphore(config.max_concurrency)) for url in config.urls
         ]
         self._names = (f"courtside-{uuid4().hex[:8]}-{n}" for n in itertools.count())
-        self.farewells: dict[str, tuple[str, Mapping[str, Any]]] = {}
-        """By replica: path and body of a last request, which gives back what it holds for us."""
+        self.farewells: dict[tuple[str, str], tuple[str, Mapping[str, Any]]] = {}
+        """By replica and what it holds for us: path and body of a last request, which gives that
+        back."""
         thread = threading.Thread(target=self._loop.run_forever, name=field, daemon=True)
         thread.start()
         self.close = weakref.finalize(
@@ -286,14 +287,14 @@ def _close(
     thread: threading.Thread,
     loop: asyncio.AbstractEventLoop,
     client: httpx.AsyncClient,
-    farewells: Mapping[str, tuple[str, Mapping[str, Any]]],
+    farewells: Mapping[tuple[str, str], tuple[str, Mapping[str, Any]]],
 ) -> None:
     async def stop() -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for url, (path, body) in farewells.items():
+        for (url, _), (path, body) in farewells.items():
             with suppress(httpx.HTTPError):  # the server may be gone before us
                 await client.post(url + path, json=body, timeout=FAREWELL_SECONDS)
         await client.aclose()

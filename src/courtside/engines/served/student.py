@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,9 @@ from courtside.engines.base import (
 )
 from courtside.engines.served.engine import ServedEngine
 from courtside.engines.served.routes import Generated
-from courtside.engines.served.weight_sync import WeightSync
+from courtside.engines.served.weight_sync import PublishedWeights, WeightSync
 from courtside.errors import RecipeError
+from courtside.progress import ProgressMeter
 from courtside.types import Sample, VersionSpan
 
 
@@ -27,6 +29,8 @@ class ServedStudent(ServedEngine):
         """`local`: the engine over the weights that are trained."""
         super().__init__(*args, **options)
         self._local, self.sync = local, sync
+        self.pinned: PublishedWeights | None = None
+        """Weights to sample with; None: the current ones."""
         self.context_length = min(self.facts.context_length, local.context_length)
         self.load_weights(0)
 
@@ -36,8 +40,19 @@ class ServedStudent(ServedEngine):
                        mixed_sampling=False)  # fmt: skip
 
     @property
+    def weights(self) -> PublishedWeights:
+        return self.pinned or self.sync.current
+
+    @property
     def model(self) -> str:
-        return self.sync.model
+        return self.sync.name_model(self.weights)
+
+    def fork(self, progress: ProgressMeter) -> ServedStudent:
+        """The same servers for rollouts in another thread, which may go on with older weights
+        (`pinned`) and count their own progress."""
+        fork = copy(self)
+        fork.progress = progress
+        return fork
 
     def load_weights(self, version: int) -> None:
         """Returns when the servers have them, and their log-probs agree with the trainer's."""
@@ -56,8 +71,7 @@ class ServedStudent(ServedEngine):
     def sample_with_keys(
         self, requests: Sequence[SampleRequest], sampling: Sampling, keys: Sequence[str]
     ) -> list[Sample]:
-        assert self.sync.current is not None
-        version = self.sync.current.version
+        version = self.weights.version
         return [
             s
             if s.policy_versions

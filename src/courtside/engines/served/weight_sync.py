@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -77,15 +78,19 @@ class WeightSync:
         max_difference: float,
         score: Callable[[], tuple[float, ...]],
         probes: Sequence[ScoreRequest],
+        max_staleness: int = 0,
     ):
         """`score` gives the trainer's log-probs of the scored tokens of `probes`, one after the
-        other."""
+        other. `max_staleness`: how many older versions may still be asked for."""
         self.pool, self.route, self.transport = pool, route, transport
         self.max_difference = max_difference
         self._score, self.probes = score, tuple(probes)
         self._run = uuid4().hex[:8]
         """In every name: a server may still have weights of an earlier run."""
-        self.current: PublishedWeights | None = None
+        self._num_retained = 1 if transport.labels_answers else 1 + max_staleness
+        """Where weights have no names in requests, a server has one version of them."""
+        self.retained: list[PublishedWeights] = []
+        """Versions that requests may name, the current one last."""
         self._versions: dict[str, int] = {}
         """Of everything that was published, by name."""
         self._earlier: dict[str, list[ProbeLogps]] = {}
@@ -94,10 +99,12 @@ class WeightSync:
         pool.prepare, pool.recover = self._prepare, self._recover
 
     @property
-    def model(self) -> str:
-        """The name that requests give."""
-        assert self.current is not None
-        return self.pool.config.model if self.transport.labels_answers else self.current.name
+    def current(self) -> PublishedWeights:
+        return self.retained[-1]
+
+    def name_model(self, weights: PublishedWeights) -> str:
+        """The name that requests for these weights give."""
+        return self.pool.config.model if self.transport.labels_answers else weights.name
 
     def publish(self, version: int) -> PublishedWeights:
         """Bring the student's weights to every replica that answers, check that they are what it
@@ -105,10 +112,8 @@ class WeightSync:
         name = f"courtside-{self._run}-{version:06d}-{len(self._versions)}"
         self._versions[name] = version
         self.transport.publish(name)
-        old = self.current
-        self.current = weights = PublishedWeights(
-            version=version, name=name, trainer_logps=self._score()
-        )
+        weights = PublishedWeights(version=version, name=name, trainer_logps=self._score())
+        self.retained.append(weights)
         for tries in range(self.pool.config.max_retries + 1):
             if any(self.pool.ask_each(self._try_to_prepare)):
                 break
@@ -118,9 +123,10 @@ class WeightSync:
                 f"{self.pool.field}.urls: no server took the weights of step {version}; none of "
                 f"{list(self.pool.config.urls)} answers. Check that they run. {GO_ON}"
             )
-        if old is not None:
-            self.pool.ask_each(lambda replica: self._forget(replica, old.name))
-            self.transport.retract(old.name)
+        while len(self.retained) > self._num_retained:
+            oldest = self.retained.pop(0).name
+            self.pool.ask_each(partial(self._forget, name=oldest))
+            self.transport.retract(oldest)
         return weights
 
     def read_versions(self, generated: Generated) -> tuple[VersionSpan, ...]:
@@ -147,17 +153,16 @@ class WeightSync:
 
     async def _prepare(self, replica: Replica) -> None:
         async with self._locks[replica.url]:
-            weights = self.current
-            if weights is None or weights.name in replica.loaded:
-                return
-            await self.transport.load(replica, weights.name)
-            await self._check(replica, weights)
-            replica.loaded.add(weights.name)
+            for weights in self.retained[-self._num_retained :]:
+                if weights.name not in replica.loaded:
+                    await self.transport.load(replica, weights.name)
+                    await self._check(replica, weights)
+                    replica.loaded.add(weights.name)
 
     def _recover(self, replica: Replica, error: RefusedError | StaleReplicaError) -> bool:
         """A server that was restarted has lost its weights."""
         if isinstance(error, RefusedError) and (
-            self.current is None or error.status != 404 or self.current.name not in error.text
+            error.status != 404 or not any(w.name in error.text for w in self.retained)
         ):
             return False
         replica.loaded.clear()
@@ -166,7 +171,7 @@ class WeightSync:
     async def _check(self, replica: Replica, weights: PublishedWeights) -> None:
         logps: list[float] = []
         for probe in self.probes:  # one at a time: see docs/serving.md
-            body = self.route.score_body(self.model, probe.token_ids, 0)
+            body = self.route.score_body(self.name_model(weights), probe.token_ids, 0)
 
             def parse(answer: Any, probe: ScoreRequest = probe) -> list[float]:
                 return read_logps(self.route.read_prompt_logps(answer), probe)
