@@ -10,14 +10,17 @@ from typing import Any, cast
 
 from courtside.assemble.chat_templates import make_teacher_template
 from courtside.assemble.models import Models, key_of
-from courtside.assemble.servers import Servers, make_served_teacher
+from courtside.assemble.servers import QUESTION, Servers, make_served_teacher
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
-from courtside.engines.base import Engine, Want
+from courtside.engines.base import Engine, ScoreRequest, Want
 from courtside.engines.local import LocalEngine
+from courtside.engines.score_store import ScoreStore
+from courtside.engines.stored_scores import StoredScoresEngine
 from courtside.environments.base import HostedEnvironment
 from courtside.errors import RecipeError
 from courtside.recipe import Recipe
+from courtside.recipe.score_store import ScoreStoreConfig
 from courtside.recipe.teacher import (
     CustomTeacherConfig,
     ModelTeacherConfig,
@@ -34,11 +37,15 @@ from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.teacher import ScoringTeacher, Teacher, TeacherStage
 from courtside.training.hint_branches import find_deferral_problem
 from courtside.training.student import Student
-from courtside.training.weights import MovingAverage
+from courtside.training.weights import MovingAverage, fingerprint_weights
 
 Serve = Callable[[LocalEngine], Engine]
 """Puts another engine in the place of an in-process one, with the same weights."""
 
+
+MAX_DIFFERENCE = 0.05
+"""Nats a token by which a served teacher's log-probs may differ from those of its stored scores:
+rounding in bfloat16 gives about 0.01 to 0.03."""
 
 SwapWeights = Callable[[], AbstractContextManager[None]]
 """Puts a teacher's weights in place of the student's, in one model."""
@@ -91,6 +98,8 @@ class TeacherFactory:
             engine, swap = self._self_teacher(config, label)
             template = self._make_template(config, self.models.tokenizer, template.eos_ids)
         self.sizes[label] = engine.num_parameters
+        if config.store is not None:
+            engine = self._store_scores(engine, config, config.store)
         want, top_k = choose_want(self.recipe, engine)
         hints = HintScorer(engine, self.template, self.recipe.hints, trial=self.trial)
         return Teacher(
@@ -120,6 +129,34 @@ class TeacherFactory:
         if served.tokenizer is None:
             return engine, self._make_template(config, student.tokenizer, student.eos_ids)
         return engine, self._make_template(config, served.tokenizer, engine.eos_ids)
+
+    def _store_scores(
+        self, engine: Engine, config: ScoringTeacherConfig, store: ScoreStoreConfig
+    ) -> StoredScoresEngine:
+        device = self.local.device
+        teacher = f"served/{config.model}" if isinstance(config, ServerTeacherConfig) else ""
+        if isinstance(engine, LocalEngine):
+            # An adapter that trains is not part of the teacher, which is frozen.
+            trained = {n for n, p in engine.model.named_parameters() if p.requires_grad}
+            tensors = sorted(engine.model.state_dict().items())
+            fingerprint = fingerprint_weights(t for name, t in tensors if name not in trained)
+            settings = (engine.autocast, engine.context_length, device.type)
+            teacher = f"{type(engine.model).__name__}/{settings}/{fingerprint}"
+        assert teacher, "other engines have no store"
+        scores = ScoreStore(
+            store.folder,
+            teacher=teacher,
+            max_bytes=int(store.max_gb * 1e9),
+            field="teacher.store",
+        )
+        stored = StoredScoresEngine(engine, scores, device=device)
+        if isinstance(config, ServerTeacherConfig):
+            ids = self.template.renderer.prompt_ids(QUESTION)
+            probe = ScoreRequest(token_ids=ids, scored=(False,) + (True,) * (len(ids) - 1))
+            (probed,) = engine.score([probe])
+            scores.check_teacher(probed.logp_T.tolist(), max_difference=MAX_DIFFERENCE)
+        self.notes += stored.notes()
+        return stored
 
     def _make_template(
         self, config: ScoringTeacherConfig, tokenizer: Any, eos_ids: Collection[int]

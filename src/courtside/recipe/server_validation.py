@@ -80,7 +80,7 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
                 f"other temperature can be computed. Set {field} = 1, or use teacher.kind = 'model'"
             )
     for index, loss in enumerate(recipe.losses):
-        if (need := _find_whole_distribution(loss)) is not None:
+        if (need := find_whole_distribution(loss)) is not None:
             yield (
                 f"losses[{index}].{need} needs the teacher's whole distributions, and with {kind} "
                 "there are the k likeliest tokens a position. Use support = { kind = 'top_k', of = "
@@ -100,7 +100,7 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _find_whole_distribution(loss: Loss) -> str | None:
+def find_whole_distribution(loss: Loss) -> str | None:
     """The setting that needs more than the k likeliest tokens of the teacher."""
     if loss.kind == "policy_gradient":
         return "baseline = true" if loss.baseline else None
