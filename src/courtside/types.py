@@ -391,6 +391,9 @@ class Target:
     top_ids_TK: Tensor | None = None
     top_logp_TK: Tensor | None = None
     """Log-probabilities of `top_ids_TK` over the whole vocabulary, the likeliest first."""
+    num_student_ids: int = 0
+    """How many of `top_ids_TK`, the last ones, are the student's likeliest tokens before the step
+    in place of the teacher's."""
     wrong_logp_T: Tensor | None = None
     wrong_hidden_TD: Tensor | None = None
     """The same under a wrong hint, where `hints.contrast` asks for it."""

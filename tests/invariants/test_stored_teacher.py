@@ -29,30 +29,30 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_tiny(folder / "student"), save_tiny(folder / "teacher", seed=1)
 
 
-Asked = list[tuple[str, Any]]
+ScoredRequests = list[tuple[str, Any]]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+def scored_requests(monkeypatch: pytest.MonkeyPatch) -> ScoredRequests:
     """Name of the engine and request, of everything that was scored."""
-    found: Asked = []
+    requests_by_name: ScoredRequests = []
     score, branches = LocalEngine.score, LocalEngine.score_branches
 
     def count(self: Any, requests: Any, **options: Any) -> Any:
-        found.extend((self.name, request) for request in requests)
+        requests_by_name.extend((self.name, request) for request in requests)
         return score(self, requests, **options)
 
     def count_branches(self: Any, requests: Any, **options: Any) -> Any:
-        found.extend((self.name, request) for request in requests)
+        requests_by_name.extend((self.name, request) for request in requests)
         return branches(self, requests, **options)
 
     monkeypatch.setattr(LocalEngine, "score", count)
     monkeypatch.setattr(LocalEngine, "score_branches", count_branches)
-    return found
+    return requests_by_name
 
 
-def asked_of(asked: Asked, name: Path) -> list[Any]:
-    return [request for engine, request in asked if engine == str(name)]
+def select_requests(scored_requests: ScoredRequests, name: Path) -> list[Any]:
+    return [request for engine, request in scored_requests if engine == str(name)]
 
 
 def teacher(models: tuple[Path, Path], folder: Path | None, **more: Any) -> dict[str, Any]:
@@ -82,23 +82,23 @@ HINTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("hinted", [False, True], ids=["whole", "hints"])
 def test_the_gradient_is_that_of_a_teacher_that_is_asked(
-    hinted: bool, models: tuple[Path, Path], tmp_path: Path, asked: Asked
+    hinted: bool, models: tuple[Path, Path], tmp_path: Path, scored_requests: ScoredRequests
 ) -> None:
     loss = TOP_K | ({"on": "hinted_turns"} if hinted else {})
     changes = {"losses": [loss]} | (HINTS if hinted else {})
     plain = gradient(small_recipe(models[0], teacher=teacher(models, None), **changes))
     recipe = small_recipe(models[0], teacher=teacher(models, tmp_path / "store"), **changes)
     first = gradient(recipe)
-    asked.clear()
+    scored_requests.clear()
     second = gradient(recipe)
-    assert not asked_of(asked, models[1]), "everything was on disk"
+    assert not select_requests(scored_requests, models[1]), "everything was on disk"
     assert plain.norm() > 0
     for stored in (first, second):
         assert (stored - plain).norm() < 1e-4 * plain.norm()
 
 
-def test_other_losses_are_tried_without_asking(
-    models: tuple[Path, Path], tmp_path: Path, asked: Asked
+def test_other_losses_need_no_teacher(
+    models: tuple[Path, Path], tmp_path: Path, scored_requests: ScoredRequests
 ) -> None:
     """Given texts, epoch after epoch; then a run with another loss; then `rescore`."""
     changes: dict[str, Any] = {
@@ -109,23 +109,23 @@ def test_other_losses_are_tried_without_asking(
     }
     train(small_recipe(models[0], losses=[TOP_K], **changes), tmp_path / "first", quiet=True)
     texts = {s.trajectory.token_ids for s in RunFolder.read(tmp_path / "first").trajectories(0)}
-    first = asked_of(asked, models[1])
+    first = select_requests(scored_requests, models[1])
     assert len(texts) == 2 and texts <= {request.token_ids for request in first}
     smaller = TOP_K | {"support": TOP_K["support"] | {"k": 4}}
     train(small_recipe(models[0], losses=[smaller], **changes), tmp_path / "second", quiet=True)
     assert len(rescore(tmp_path / "first", quiet=True)) == 5
-    both = asked_of(asked, models[1])
+    both = select_requests(scored_requests, models[1])
     assert len(set(both)) == len(both), "answers of evaluations are new, and nothing is asked twice"
-    asked.clear()
+    scored_requests.clear()
     more = TOP_K | {"support": TOP_K["support"] | {"k": 16}}
     train(small_recipe(models[0], losses=[more], **changes), tmp_path / "third", quiet=True)
-    third = asked_of(asked, models[1])
+    third = select_requests(scored_requests, models[1])
     assert len(set(third)) == len(third), "more than is stored is asked once"
     assert texts <= {request.token_ids for request in third}
 
 
 def test_another_teacher_in_the_same_folder_has_scores_of_its_own(
-    models: tuple[Path, Path], tmp_path: Path, asked: Asked
+    models: tuple[Path, Path], tmp_path: Path, scored_requests: ScoredRequests
 ) -> None:
     """Weights that were trained further under the same path, too."""
     folder = save_tiny(tmp_path / "teacher", seed=3)
@@ -135,9 +135,9 @@ def test_another_teacher_in_the_same_folder_has_scores_of_its_own(
     }
     before = gradient(small_recipe(models[0], **changes))
     save_tiny(tmp_path / "teacher", seed=4)
-    asked.clear()
+    scored_requests.clear()
     after = gradient(small_recipe(models[0], **changes))
-    assert asked_of(asked, folder) and not torch.allclose(before, after)
+    assert select_requests(scored_requests, folder) and not torch.allclose(before, after)
 
 
 def test_a_frozen_self_teacher_may_be_stored_whatever_the_student_became(

@@ -355,8 +355,8 @@ def test_all_weights_follow_the_student(exports, untied, full_server, tmp_path):
     (after,) = engine.sample([long_prompt], replace(sampling, temperature=1.0))
     ours = trainer_logps(after)
     torch.testing.assert_close(torch.tensor(after.logp), ours, atol=ROUNDING, rtol=0)
-    moved = (trainer_logps(before) - torch.tensor(before.logp)).abs().max()
-    assert moved > 3 * ROUNDING, "the step was too small to show a stale cache"
+    change = (trainer_logps(before) - torch.tensor(before.logp)).abs().max()
+    assert change > 3 * ROUNDING, "the step was too small to show a stale cache"
 
     # A restart: the weights of the start, and vLLM's own name for them.
     reload = {"method": "reload_weights",

@@ -40,6 +40,7 @@ class StoredScoresEngine:
             self.engine.capabilities,
             hidden_states=False,
             weight_updates=False,
+            given_ids=0,
             mixed_sampling=False,
         )
 
@@ -78,9 +79,11 @@ class StoredScoresEngine:
         missing = [i for i, result in enumerate(results) if result is None]
         if missing:
             engine = cast(InProcessEngine, self.engine)
-            asked = [requests[i] for i in missing]
+            unknown_requests = [requests[i] for i in missing]
             for i, scores in zip(
-                missing, engine.score_branches(asked, want=want, top_k=top_k), strict=True
+                missing,
+                engine.score_branches(unknown_requests, want=want, top_k=top_k),
+                strict=True,
             ):
                 results[i] = scores
                 for sequence, part in zip(_sequences(requests[i]), _parts(scores), strict=True):

@@ -53,12 +53,12 @@ def test_scores_come_back_bit_for_bit_with_any_smaller_k(tmp_path: Path) -> None
     store, scores = make_store(tmp_path), make_scores()
     assert store.read(REQUEST, top_k=3, device=CPU) is None
     store.write(REQUEST, scores)
-    again = make_store(tmp_path)  # another run
+    other_run = make_store(tmp_path)
     for k in (3, 1):
-        assert_equal(again.read(REQUEST, top_k=k, device=CPU), scores, k=k)
-    plain = again.read(REQUEST, top_k=0, device=CPU)
+        assert_equal(other_run.read(REQUEST, top_k=k, device=CPU), scores, k=k)
+    plain = other_run.read(REQUEST, top_k=0, device=CPU)
     assert plain is not None and plain.top_ids_TK is None and plain.logp_T.equal(scores.logp_T)
-    assert again.read(REQUEST, top_k=4, device=CPU) is None, "more than is there"
+    assert other_run.read(REQUEST, top_k=4, device=CPU) is None, "more than is there"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_torn_and_foreign_files_count_as_not_there(tmp_path: Path) -> None:
 
 
 def test_the_oldest_go_first_and_the_size_is_bounded(tmp_path: Path) -> None:
-    size = len(next(iter(_written(make_store(tmp_path / "one"), 1))).read_bytes())
+    size = len(next(iter(_write_scores(make_store(tmp_path / "one"), 1))).read_bytes())
     store = make_store(tmp_path / "many", max_bytes=10 * size)
     requests = [replace(REQUEST, token_ids=(3, 4, 5, i)) for i in range(12)]
     start = time.time() - 1000
@@ -111,7 +111,7 @@ def test_the_oldest_go_first_and_the_size_is_bounded(tmp_path: Path) -> None:
     assert not (abandoned / ".x.part").exists()
 
 
-def _written(store: ScoreStore, num: int) -> list[Path]:
+def _write_scores(store: ScoreStore, num: int) -> list[Path]:
     for i in range(num):
         store.write(replace(REQUEST, token_ids=(3, 4, 5, i)), make_scores(i))
     return [*store.folder.glob("??/*")]
@@ -194,7 +194,7 @@ def test_only_what_is_missing_is_asked(engine: CountingEngine, tmp_path: Path) -
     assert engine.num_scored == 1
 
 
-def test_hints_of_a_trajectory_are_scored_in_one_pass_and_found_one_by_one(
+def test_hints_of_a_trajectory_are_scored_in_one_pass_and_read_one_by_one(
     engine: CountingEngine, tmp_path: Path
 ) -> None:
     stored = StoredScoresEngine(engine, make_store(tmp_path), device=CPU)
@@ -206,16 +206,16 @@ def test_hints_of_a_trajectory_are_scored_in_one_pass_and_found_one_by_one(
         token_ids=(3, 4, 5, 6), branches=branches, scored=(False, False, True, True)
     )
     (first,) = score_branches(stored, [request], want="top_k", top_k=3)
-    asked, engine.num_scored = engine.num_scored, 0
-    (again,) = score_branches(stored, [request], want="top_k", top_k=3)
-    assert (asked, engine.num_scored) == (3, 0)
+    num_first, engine.num_scored = engine.num_scored, 0
+    (second,) = score_branches(stored, [request], want="top_k", top_k=3)
+    assert (num_first, engine.num_scored) == (3, 0)
     (plain,) = score_branches(engine, [request], want="top_k", top_k=3)
-    assert first.trunk and again.trunk and plain.trunk
-    for found, fresh in zip(
-        (again.trunk, *again.branches), (plain.trunk, *plain.branches), strict=True
+    assert first.trunk and second.trunk and plain.trunk
+    for read_scores, fresh in zip(
+        (second.trunk, *second.branches), (plain.trunk, *plain.branches), strict=True
     ):
-        torch.testing.assert_close(found.logp_T, fresh.logp_T, atol=1e-5, rtol=0)
-        torch.testing.assert_close(found.top_logp_TK, fresh.top_logp_TK, atol=1e-5, rtol=0)
+        torch.testing.assert_close(read_scores.logp_T, fresh.logp_T, atol=1e-5, rtol=0)
+        torch.testing.assert_close(read_scores.top_logp_TK, fresh.top_logp_TK, atol=1e-5, rtol=0)
     other = replace(request, branches=branches[:1])
     engine.num_scored = 0
     stored.score_branches([other], want="top_k", top_k=3)

@@ -88,7 +88,7 @@ def test_the_gap_is_the_mean_over_what_both_spoke_of(client: TestClient, folder:
     assert turns[3]["gap"] is None and turns[0]["gap"] is None
 
 
-def test_versions_are_shown_where_they_differ(tmp_path: Path) -> None:
+def test_versions_are_there_where_they_differ(tmp_path: Path) -> None:
     """In one turn, or between turns; equal ones say nothing."""
     with start_run(tmp_path / "run") as folder:
         batch = make_hinted_batch(0)

@@ -21,13 +21,13 @@ class SharedFolder:
     def __init__(self, path: Path, *, field: str):
         """`field`: of the recipe, for messages."""
         self.path, self.field = path, field
-        self._written: dict[str, Path] = {}
-        weakref.finalize(self, _remove, self._written)
+        self._folders: dict[str, Path] = {}
+        weakref.finalize(self, _remove, self._folders)
 
     def write(self, name: str, save: Callable[[Path], Saved]) -> Saved:
         """What `save` returns, once its files are in the folder of this name."""
         work, folder = self.path / f".{name}", self.path / name
-        self._written[name] = folder
+        self._folders[name] = folder
         try:
             work.mkdir(parents=True)
             result = save(work)
@@ -41,12 +41,12 @@ class SharedFolder:
         return result
 
     def locate(self, name: str) -> Path:
-        return self._written[name].absolute()  # a link may lead elsewhere on the servers
+        return self._folders[name].absolute()  # a link may lead elsewhere on the servers
 
     def remove(self, name: str) -> None:
-        shutil.rmtree(self._written.pop(name), ignore_errors=True)
+        shutil.rmtree(self._folders.pop(name), ignore_errors=True)
 
 
-def _remove(written: dict[str, Path]) -> None:
-    for folder in written.values():
+def _remove(folders: dict[str, Path]) -> None:
+    for folder in folders.values():
         shutil.rmtree(folder, ignore_errors=True)
