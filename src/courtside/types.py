@@ -110,6 +110,10 @@ class Sample:
         """`requested`: the version that the engine had when the sample was requested."""
         return min((span.version for span in self.policy_versions), default=requested)
 
+    def version_spans(self, requested: int) -> tuple[VersionSpan, ...]:
+        """Of all tokens; `requested` as above."""
+        return self.policy_versions or (VersionSpan(0, len(self.token_ids), requested),)
+
 
 class TokenUsage(NamedTuple):
     """Tokens of one model in a stage."""
@@ -158,14 +162,18 @@ class Turn:
     """Errors of an assistant turn."""
     decision: str | None = None
     """What the environment calls the decision that an assistant turn made; see `Observation`."""
+    policy_versions: tuple[VersionSpan, ...] = ()
+    """The student's weights that sampled each span of `token_ids`; empty: it sampled none."""
 
     def __post_init__(self) -> None:
         assert len(self.completion_mask) == len(self.token_ids) >= self.num_generation_prompt_tokens
+        assert all(span.end <= len(self.token_ids) for span in self.policy_versions)
         assert self.sampler_logp is None or len(self.sampler_logp) == len(self.token_ids)
 
     def as_context(self) -> Turn:
         """The same ids, of which none trains."""
-        return replace(self, completion_mask=(False,) * len(self.token_ids), sampler_logp=None)
+        mask = (False,) * len(self.token_ids)
+        return replace(self, completion_mask=mask, sampler_logp=None, policy_versions=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +243,23 @@ class Trajectory:
             elif any(turn.completion_mask):
                 return None
         return tuple(logps)
+
+    @property
+    def token_versions(self) -> tuple[int | None, ...]:
+        """Of each of the T completion tokens: optimizer steps of the student that sampled it; None:
+        the student did not."""
+        versions: list[int | None] = []
+        for turn in self.turns:
+            of_turn: list[int | None] = [None] * len(turn.token_ids)
+            for start, end, version in turn.policy_versions:
+                of_turn[start:end] = [version] * (end - start)
+            versions += compress(of_turn, turn.completion_mask)
+        return tuple(versions)
+
+    def as_teacher(self) -> Trajectory:
+        """The same, as a teacher sampled it: no weights of the student had a part in it."""
+        turns = tuple(replace(turn, policy_versions=()) for turn in self.turns)
+        return replace(self, source="teacher", policy_version=None, turns=turns)
 
     @property
     def hintable_turns(self) -> tuple[int, ...]:
@@ -366,6 +391,9 @@ class Target:
     top_ids_TK: Tensor | None = None
     top_logp_TK: Tensor | None = None
     """Log-probabilities of `top_ids_TK` over the whole vocabulary, the likeliest first."""
+    num_student_ids: int = 0
+    """How many of `top_ids_TK`, the last ones, are the student's likeliest tokens before the step
+    in place of the teacher's."""
     wrong_logp_T: Tensor | None = None
     wrong_hidden_TD: Tensor | None = None
     """The same under a wrong hint, where `hints.contrast` asks for it."""

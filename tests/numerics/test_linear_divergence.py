@@ -505,6 +505,47 @@ def test_a_teacher_of_which_only_the_top_k_are_known(
     assert ours.statistics.reverse_kl_N is ours.statistics.teacher_entropy_N is None
 
 
+@pytest.mark.parametrize("of", ["student", "joint"])
+@pytest.mark.parametrize("clip", [None, 0.02])
+@pytest.mark.parametrize(
+    ("name", "parameters", "form"), [(n, p, f) for n, p, forms in TOP_K_FORMS for f in forms]
+)
+def test_a_teacher_that_was_asked_about_the_students_tokens(
+    name: str, parameters: dict[str, float], form: Any, clip: float | None, of: Any
+) -> None:
+    """The value and the gradient that its hidden states give, on supports that it does not choose
+    alone, from its log-probs of k of 6 tokens of the student."""
+    case = make_case()
+    teacher_NV = teacher_log_probs(case)
+    as_teacher = replace(case, teacher=replace(case.student, hidden_ND=case.student.hidden_ND))
+    ids_NK = teacher_log_probs(as_teacher).topk(6, dim=-1).indices
+    top = teacher_NV.topk(5, dim=-1)
+    num_teacher = (
+        5 if of == "joint" else 0
+    )  # it need not tell its own for a support of the student's
+    target = TopKTarget(
+        ids_NK=torch.cat([top.indices[:, :num_teacher], ids_NK], dim=-1),
+        logp_NK=torch.cat([top.values[:, :num_teacher], teacher_NV.gather(-1, ids_NK)], dim=-1),
+        num_student=6,
+    )
+    support = Support(k=4, of=of, form=form)
+    divergence = DivergenceSpec(name=name, parameters=parameters, support=support, clip=clip)
+    into = zero_gradient(case)
+    ours = fused_linear_divergence(
+        case.student, target, case.spec(divergence), head_gradient=into, plan=SMALL
+    )
+    right, right_head = run(case, divergence)
+    assert ours.divergence is not None and right.divergence is not None
+    for field in fields(ours.divergence):
+        ours_N = getattr(ours.divergence, field.name)
+        if field.name == "overlap_N" and of == "student":
+            assert ours_N is None, "nobody told"
+        else:
+            assert_close(ours_N, getattr(right.divergence, field.name))
+    assert_close(ours.hidden_gradient_ND, right.hidden_gradient_ND, rtol=1e-9, atol=1e-12)
+    assert_close(into.weight_VD, right_head.weight_VD, rtol=1e-9, atol=1e-12)
+
+
 def test_what_a_top_k_teacher_cannot_serve_is_refused() -> None:
     case = make_case()
     top = teacher_log_probs(case).topk(6, dim=-1)
@@ -518,6 +559,12 @@ def test_what_a_top_k_teacher_cannot_serve_is_refused() -> None:
     for of in ("student", "joint"):
         on = Support(k=4, of=of, form="tail")
         refused(DivergenceSpec(name="reverse_kl", support=on), "use of = 'teacher'")
+    with_student = replace(target, num_student=3)
+    for of, k, says in (("student", 4, "gives 3 of them"), ("joint", 4, "gives 3 of them"),
+                        ("teacher", 4, "gives its 3 most likely")):  # fmt: skip
+        divergence = DivergenceSpec(name="reverse_kl", support=Support(k=k, of=of, form="tail"))
+        with pytest.raises(AssertionError, match=says):
+            fused_linear_divergence(case.student, with_student, case.spec(divergence))
     on = Support(k=7, of="teacher", form="tail")
     refused(DivergenceSpec(name="reverse_kl", support=on), "support.k = 7.* 6 most likely")
     loss = replace(case.sampled_loss(), baseline=True)

@@ -54,8 +54,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"evaluate.temperature = 0.5 with teacher.kind = 'server'"),
     "whole distributions": (losses(kind="divergence"),
         r"losses\[0\].support.kind = 'full' needs the teacher's whole distributions"),
-    "the student's support": (
-        losses(kind="divergence", support={"kind": "top_k", "k": 8, "of": "joint"}),
+    "the student's support with hints": (
+        {"tasks": {"kind": "toolbox"}, "reader": {"kind": "rules"}} | losses(kind="divergence",
+            on="hinted_turns", support={"kind": "top_k", "k": 8, "of": "joint"}),
         r"losses\[0\].support.of = 'joint' needs"),
     "a baseline": (losses(kind="policy_gradient", baseline=True), r"baseline = true needs"),
     "a budget without the teacher's size": ({"train": {"max_flops": 1e15}},

@@ -404,6 +404,7 @@ def test_all_weights_follow_the_student(exports, untied, full_server, tmp_path):
             (folder / file.name).write_bytes(file.read_bytes())
         return 1
 
+    engine.sync.max_difference = 10.0
     engine.sync.transport.carrier._save = save_stale
     with torch.no_grad():
         parts.student.weights.trained["model.norm.weight"].mul_(1.002)

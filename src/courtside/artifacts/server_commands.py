@@ -126,7 +126,8 @@ def _commands(
 def _top_ks(recipe: Recipe) -> Iterator[int]:
     for loss in recipe.losses:
         if loss.kind == "divergence" and loss.needs_teacher and loss.support.kind == "top_k":
-            yield loss.support.k
+            # The student's tokens come in one row with the token itself.
+            yield loss.support.k + (loss.support.of == "student")
 
 
 def _run_quietly(python: Path, program: str) -> bool:

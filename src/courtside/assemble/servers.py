@@ -150,11 +150,19 @@ def _check_top_k(recipe: Recipe, connection: Connection) -> None:
     for index, loss in enumerate(recipe.losses):
         if loss.kind != "divergence" or loss.support.kind != "top_k" or not loss.needs_teacher:
             continue
-        if loss.support.k > limit:
+        field, facts = connection.pool.field, connection.facts
+        if loss.support.of != "teacher" and not facts.max_given_ids:
             raise RecipeError(
-                f"losses[{index}].support.k = {loss.support.k}: {connection.pool.field} gives the "
-                f"{limit} likeliest tokens a position. Restart it with --max-logprobs "
-                f"{loss.support.k}, or use a smaller k"
+                f"losses[{index}].support.of = {loss.support.of!r}: {field} does not score ids "
+                f"that a request names (vLLM {facts.version}). That takes 0.32 with its V2 model "
+                "runner, on a GPU, and --enable-scale-out. Use of = 'teacher', or teacher.kind = "
+                "'model'"
+            )
+        if loss.support.k + (loss.support.of == "student") > limit:
+            raise RecipeError(
+                f"losses[{index}].support.k = {loss.support.k}: {field} gives log-probs of "
+                f"{limit} tokens a position. Restart it with --max-logprobs "
+                f"{loss.support.k + (loss.support.of == 'student')}, or use a smaller k"
             )
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+from torch import Tensor
+
 from courtside.assemble.chat_templates import make_teacher_template
 from courtside.assemble.models import Models, key_of
-from courtside.assemble.servers import Servers, make_served_teacher
+from courtside.assemble.servers import QUESTION, Servers, make_served_teacher
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
-from courtside.engines.base import Engine, Want
+from courtside.engines.base import Engine, ScoreRequest, Want
 from courtside.engines.local import LocalEngine
+from courtside.engines.score_store import ScoreStore
+from courtside.engines.stored_scores import StoredScoresEngine
 from courtside.environments.base import HostedEnvironment
 from courtside.errors import RecipeError
 from courtside.recipe import Recipe
+from courtside.recipe.score_store import ScoreStoreConfig
 from courtside.recipe.teacher import (
     CustomTeacherConfig,
     ModelTeacherConfig,
@@ -34,11 +39,16 @@ from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.teacher import ScoringTeacher, Teacher, TeacherStage
 from courtside.training.hint_branches import find_deferral_problem
 from courtside.training.student import Student
-from courtside.training.weights import MovingAverage
+from courtside.training.weights import MovingAverage, fingerprint_weights
+from courtside.types import Trajectory
 
 Serve = Callable[[LocalEngine], Engine]
 """Puts another engine in the place of an in-process one, with the same weights."""
 
+
+MAX_DIFFERENCE = 0.05
+"""Nats a token by which a served teacher's log-probs may differ from those of its stored scores:
+rounding in bfloat16 gives about 0.01 to 0.03."""
 
 SwapWeights = Callable[[], AbstractContextManager[None]]
 """Puts a teacher's weights in place of the student's, in one model."""
@@ -91,7 +101,9 @@ class TeacherFactory:
             engine, swap = self._self_teacher(config, label)
             template = self._make_template(config, self.models.tokenizer, template.eos_ids)
         self.sizes[label] = engine.num_parameters
-        want, top_k = choose_want(self.recipe, engine)
+        if config.store is not None:
+            engine = self._store_scores(engine, config, config.store)
+        score_needs = choose_want(self.recipe, engine)
         hints = HintScorer(engine, self.template, self.recipe.hints, trial=self.trial)
         return Teacher(
             name=label,
@@ -100,8 +112,13 @@ class TeacherFactory:
             shares_prompts=template is self.template.renderer,
             context=config.context,
             overlong=self.recipe.tasks.overlong_prompts,
-            want=want,
-            top_k=top_k,
+            want=score_needs.want,
+            top_k=score_needs.top_k,
+            likely_ids=(
+                partial(find_likely_ids, self.local, score_needs.given_k)
+                if score_needs.given_k
+                else None
+            ),
             hints=hints if self.recipe.reader is not None else None,
             defers_hints=self.defers_hints,
             weights=swap,
@@ -120,6 +137,34 @@ class TeacherFactory:
         if served.tokenizer is None:
             return engine, self._make_template(config, student.tokenizer, student.eos_ids)
         return engine, self._make_template(config, served.tokenizer, engine.eos_ids)
+
+    def _store_scores(
+        self, engine: Engine, config: ScoringTeacherConfig, store: ScoreStoreConfig
+    ) -> StoredScoresEngine:
+        device = self.local.device
+        teacher = f"served/{config.model}" if isinstance(config, ServerTeacherConfig) else ""
+        if isinstance(engine, LocalEngine):
+            # An adapter that trains is not part of the teacher, which is frozen.
+            trained = {n for n, p in engine.model.named_parameters() if p.requires_grad}
+            tensors = sorted(engine.model.state_dict().items())
+            fingerprint = fingerprint_weights(t for name, t in tensors if name not in trained)
+            settings = (engine.autocast, engine.context_length, device.type)
+            teacher = f"{type(engine.model).__name__}/{settings}/{fingerprint}"
+        assert teacher, "other engines have no store"
+        scores = ScoreStore(
+            store.folder,
+            teacher=teacher,
+            max_bytes=int(store.max_gb * 1e9),
+            field="teacher.store",
+        )
+        stored = StoredScoresEngine(engine, scores, device=device)
+        if isinstance(config, ServerTeacherConfig):
+            ids = self.template.renderer.prompt_ids(QUESTION)
+            probe = ScoreRequest(token_ids=ids, scored=(False,) + (True,) * (len(ids) - 1))
+            (probed,) = engine.score([probe])
+            scores.check_teacher(probed.logp_T.tolist(), max_difference=MAX_DIFFERENCE)
+        self.notes += stored.notes()
+        return stored
 
     def _make_template(
         self, config: ScoringTeacherConfig, tokenizer: Any, eos_ids: Collection[int]
@@ -204,20 +249,33 @@ def find_needs(recipe: Recipe, *, of_teacher: bool = False) -> Iterator[Need]:
         if loss.kind == "policy_gradient" and loss.baseline:
             yield Need(f"{field}.baseline = true", "hidden")
         elif loss.kind == "divergence" and loss.support.kind == "top_k":
-            yield Need(f"{field}.support.k = {loss.support.k}", "top_k", loss.support.k)
-            if loss.support.of != "teacher":
-                yield Need(f"{field}.support.of = {loss.support.of!r}", "hidden")
+            k, of = loss.support.k, loss.support.of
+            if of != "student":
+                yield Need(f"{field}.support.k = {k}", "top_k", k)
+            if of != "teacher":
+                yield Need(f"{field}.support.of = {of!r}", "hidden", k, given_k=k)
         elif loss.kind == "divergence":
             yield Need(f"{field}.support.kind = {loss.support.kind!r}", "hidden")
 
 
-def choose_want(recipe: Recipe, engine: Engine) -> tuple[Want, int]:
-    """What to ask of `score`: hidden states if there are any, else top-k where that is enough."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreNeeds:
+    """What to ask of `score`."""
+
+    want: Want
+    top_k: int = 0
+    given_k: int = 0
+    """Ids at each position, of the student's likeliest tokens."""
+
+
+def choose_want(recipe: Recipe, engine: Engine) -> ScoreNeeds:
+    """Hidden states if there are any, else the log-probs of a few tokens where that is enough."""
     has = engine.capabilities
     # Hidden states are there for all losses at once; other engines give what is asked for.
     needs = list(find_needs(recipe, of_teacher=not has.hidden_states))
     for need in needs:
-        if need.want == "hidden" and not has.hidden_states:
+        can_name_ids = 0 < need.given_k <= has.given_ids
+        if need.want == "hidden" and not has.hidden_states and not can_name_ids:
             raise RecipeError(
                 f"{need.setting} needs the teacher's whole distributions, and {engine.name} gives "
                 f"the {has.top_k} likeliest tokens a position. Use a divergence with "
@@ -230,10 +288,25 @@ def choose_want(recipe: Recipe, engine: Engine) -> tuple[Want, int]:
                 "common), or support = { kind = 'full' } with a model in this process"
             )
     if not needs:
-        return "logp", 0
+        return ScoreNeeds(want="logp")
     if has.hidden_states:
-        return "hidden", 0
-    return "top_k", max(need.top_k for need in needs)
+        return ScoreNeeds(want="hidden")
+    return ScoreNeeds(
+        want="top_k",
+        top_k=max((need.top_k for need in needs if need.want == "top_k"), default=0),
+        given_k=max(need.given_k for need in needs),
+    )
+
+
+def find_likely_ids(
+    local: LocalEngine, k: int, trajectories: Sequence[Trajectory]
+) -> dict[str, Tensor]:
+    """By trajectory id: the student's k likeliest tokens [T, k] where it sampled, most likely
+    first."""
+    requests = [ScoreRequest.of_trajectory(trajectory) for trajectory in trajectories]
+    scores = local.score(requests, want="top_k", top_k=k)
+    ids = {t.id: s.top_ids_TK for t, s in zip(trajectories, scores, strict=True)}
+    return {id: ids_TK for id, ids_TK in ids.items() if ids_TK is not None}
 
 
 def _label(teacher: ScoringTeacherConfig) -> str:

@@ -146,6 +146,7 @@ class IncrementalTemplate:
             sampler_logp=sample.logp or None,
             events=tuple(events),
             decision=decision,
+            policy_versions=sample.policy_versions,
         )
 
     def environment_turn(

@@ -83,6 +83,7 @@ def make_trajectory(
         token_ids=sample.token_ids,
         completion_mask=(True,) * len(sample.token_ids),
         sampler_logp=None if source == "dataset" else sample.logp,
+        policy_versions=() if policy_version is None else sample.version_spans(policy_version),
     )
     return Trajectory(
         id=id,

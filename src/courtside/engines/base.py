@@ -66,9 +66,13 @@ class ScoreRequest:
     scored: tuple[bool, ...]
     """True for T tokens; never for the first, which nothing predicts."""
     temperature: float = 1.0
+    given_ids: tuple[tuple[int, ...], ...] | None = None
+    """For each of the T tokens: other ids at its position whose log-probs are asked for, as many
+    for all; None: none are."""
 
     def __post_init__(self) -> None:
         assert self.temperature > 0, "greedy decoding has no log-probs"
+        assert self.given_ids is None or len(self.given_ids) == sum(self.scored)
         end = max((i for i, scored in enumerate(self.scored) if scored), default=0) + 1
         object.__setattr__(self, "token_ids", self.token_ids[:end])
         object.__setattr__(self, "scored", self.scored[:end])
@@ -92,6 +96,8 @@ class Scores:
     """Hidden state that predicts each token; `LMHead` makes logits of it."""
     top_ids_TK: Tensor | None = None
     top_logp_TK: Tensor | None = None
+    given_logp_TK: Tensor | None = None
+    """Of the request's `given_ids`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +181,8 @@ class Capabilities:
     row_state_tokens: int = 0
     """Tokens whose keys and values take the memory of what a row has cached however short it is:
     recurrent and convolution states."""
+    given_ids: int = 0
+    """How many ids a position a request may name for their log-probs (`ScoreRequest.given_ids`)."""
     mixed_sampling: bool = False
     """Whether its model decodes token by token with another one (`engines/mixed_sampling.py`)."""
 

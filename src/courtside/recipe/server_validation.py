@@ -107,7 +107,8 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
                 f"other temperature can be computed. Set {field} = 1, or use teacher.kind = 'model'"
             )
     for index, loss in enumerate(recipe.losses):
-        if (need := _find_whole_distribution(loss)) is not None:
+        need = find_whole_distribution(loss, can_name_ids=recipe.reader is None)
+        if need is not None:
             yield (
                 f"losses[{index}].{need} needs the teacher's whole distributions, and with {kind} "
                 "there are the k likeliest tokens a position. Use support = { kind = 'top_k', of = "
@@ -127,12 +128,15 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _find_whole_distribution(loss: Loss) -> str | None:
-    """The setting that needs more than the k likeliest tokens of the teacher."""
+def find_whole_distribution(loss: Loss, *, can_name_ids: bool = False) -> str | None:
+    """The setting that needs more than the k likeliest tokens of the teacher. `can_name_ids`: it
+    also tells how likely it finds other tokens."""
     if loss.kind == "policy_gradient":
         return "baseline = true" if loss.baseline else None
     if loss.kind != "divergence" or not loss.needs_teacher:
         return None
     if loss.support.kind != "top_k":
         return f"support.kind = {loss.support.kind!r}"
-    return None if loss.support.of == "teacher" else f"support.of = {loss.support.of!r}"
+    if loss.support.of == "teacher" or can_name_ids:
+        return None
+    return f"support.of = {loss.support.of!r}"

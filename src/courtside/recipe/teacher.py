@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from courtside.recipe.base import Section, Setting, import_path
+from courtside.recipe.score_store import ScoreStoreConfig
 from courtside.recipe.server import ServerConfig
 
 EMA_DECAY = 0.99
@@ -85,6 +86,8 @@ class SelfTeacherConfig(Section):
     weights: Literal["live", "frozen", "ema"] = "frozen"
     """live: the student as it is now; frozen: as it was before training; ema: a moving average."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] = EMA_DECAY
+    store: ScoreStoreConfig | None = None
+    """Keep its scores on disk; frozen weights only. Unset: each is computed when it is needed."""
     context: Context | None = None
     chat_template_args: ChatTemplateArgs = None
     """Switches of the chat template in the teacher's prompt. Unset: the student's. Turns after the
@@ -99,6 +102,8 @@ class ModelTeacherConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "int8", "nf4"] = "auto"
     """auto: as the student's. int8: weights of the linear layers in 8 bits with a scale per row.
     nf4: in 4 bits, by bitsandbytes (`pip install -e '.[quantized]'`)."""
+    store: ScoreStoreConfig | None = None
+    """Keep its scores on disk. Unset: each is computed when it is needed."""
     context: Context | None = None
     context_length: PositiveInt | None = None
     """As `student.context_length`."""
@@ -128,6 +133,8 @@ class ServerTeacherConfig(Section):
     student's, which the servers are asked to confirm."""
     num_parameters: PositiveInt | None = None
     """For estimates of FLOPs. Unset: its FLOPs count as 0."""
+    store: ScoreStoreConfig | None = None
+    """Keep its scores on disk. Unset: each is computed when it is needed."""
     context: Context | None = None
     chat_template_args: ChatTemplateArgs = None
     """Switches of the chat template in the teacher's prompt. Unset: the student's. Turns after the

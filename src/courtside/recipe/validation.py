@@ -20,6 +20,7 @@ from courtside.recipe.reward_validation import (
 )
 from courtside.recipe.rollout import LimitsConfig
 from courtside.recipe.server_validation import find_server_problems
+from courtside.recipe.store_validation import find_store_problems
 from courtside.recipe.takeover_validation import find_takeover_problems
 from courtside.recipe.tasks import override_tasks
 from courtside.recipe.teacher import (
@@ -68,6 +69,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
     yield from find_takeover_problems(recipe)
     yield from find_mixed_sampling_problems(recipe)
     yield from find_server_problems(recipe)
+    yield from find_store_problems(recipe)
     yield from _environment_problems(recipe)
     yield from find_recorded_problems(recipe)
     yield from find_hint_problems(recipe)

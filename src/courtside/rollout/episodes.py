@@ -39,6 +39,7 @@ from courtside.types import (
     Task,
     Trajectory,
     Turn,
+    VersionSpan,
 )
 
 EXPECTED_OBSERVATION = 96
@@ -331,11 +332,12 @@ class EpisodeState:
         self._append(template.assistant_turn(sample, events, decision))
 
     def finish(self, *, temperature: float, policy_version: int) -> Trajectory:
+        """`policy_version`: that of the engine, where its samples do not report theirs."""
         assert self.stop is not None
         return Trajectory(
             id=self.request.id,
             task=self.request.task,
-            turns=tuple(self.turns),
+            turns=tuple(_add_versions(turn, policy_version) for turn in self.turns),
             source="student",
             policy_version=policy_version if self.oldest_version is None else self.oldest_version,
             temperature=temperature,
@@ -397,3 +399,10 @@ def _replay(
     for text in [t.text for t in trajectory.turns[:turn] if t.role == "assistant"]:
         episode.step(text)
     return episode, episode.step(reply)
+
+
+def _add_versions(turn: Turn, policy_version: int) -> Turn:
+    if turn.sampler_logp is None or turn.policy_versions:
+        return turn
+    span = VersionSpan(0, len(turn.token_ids), policy_version)
+    return replace(turn, policy_versions=(span,))

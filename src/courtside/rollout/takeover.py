@@ -149,10 +149,8 @@ def make_trajectories(fork: Fork, continuation: Continuation, *, pair: bool) -> 
     assert continuation.trajectory is not None
     draft_id = fork.draft.id
     whole = replace(
-        continuation.trajectory,
+        continuation.trajectory.as_teacher(),
         id=f"{draft_id}+takeover",
-        source="teacher",
-        policy_version=None,
         draft=draft_id,
         correction="takeover",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from courtside.environments.base import EpisodeRequest
 from courtside.rollout.continuations import SamplingTeacher
@@ -43,4 +43,4 @@ class TeacherEpisodes:
             rollout.faults, rollout.names = self.episodes.faults, self.episodes.names
             with teacher.weights():
                 trajectories += rollout.run_episodes(requests[name], rollout.sampling, step)
-        return [replace(t, source="teacher", policy_version=None) for t in trajectories]
+        return [trajectory.as_teacher() for trajectory in trajectories]

@@ -20,6 +20,8 @@ class Need(NamedTuple):
     """The recipe's, for error messages."""
     want: Want
     top_k: int = 0
+    given_k: int = 0
+    """Instead of hidden states: log-probs of so many tokens that the student finds likely."""
 
 
 class CustomTeacher:

@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
+import torch
+from torch import Tensor
+
 from courtside.chat.privileged_context import (
     choose_contexts,
     insert_context_text,
@@ -114,6 +117,8 @@ class Teacher:
     want: Want
     top_k: int = 0
     """What the losses need of its distributions."""
+    likely_ids: Callable[[Sequence[Trajectory]], Mapping[str, Tensor]] | None = None
+    """By trajectory id: tokens [T, K] of the student whose log-probs the losses need, too."""
     hints: HintScorer | None = None
     """With a reader: only hinted turns get targets."""
     defers_hints: bool = False
@@ -132,6 +137,10 @@ class Teacher:
             request = self._request(trajectory, text)
             if self._fits(trajectory, len(request.token_ids)):
                 requests[trajectory.id] = request
+        likely = self._find_likely_ids([t for t in trajectories if t.id in requests])
+        for id, ids_TK in likely.items():
+            given_ids = tuple(map(tuple, ids_TK.tolist()))
+            requests[id] = replace(requests[id], given_ids=given_ids)
         with self.weights():
             scores = self.engine.score(list(requests.values()), want=self.want, top_k=self.top_k)
             head = self._head()
@@ -141,7 +150,7 @@ class Teacher:
         }
         return {
             id: self._target(
-                score,
+                _append_given(score, likely.get(id)),
                 head,
                 context=texts.get(id),
                 num_tokens=len(requests[id].token_ids) - len(plain[id].token_ids),
@@ -238,6 +247,9 @@ class Teacher:
             )
         return results
 
+    def _find_likely_ids(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Tensor]:
+        return {} if self.likely_ids is None else self.likely_ids(trajectories)
+
     def _head(self) -> LMHead | None:
         """For the logits of the targets, which the update computes: by then these weights are no
         longer in place, so the head keeps its adapter of this moment."""
@@ -263,6 +275,7 @@ class Teacher:
             head=head,
             top_ids_TK=scores.top_ids_TK,
             top_logp_TK=scores.top_logp_TK,
+            num_student_ids=0 if scores.given_logp_TK is None else scores.given_logp_TK.shape[-1],
             num_context_tokens=num_tokens,
             token_indices=token_indices,
         )
@@ -293,6 +306,16 @@ class Teacher:
             f"tokens and {self.name} takes {self.engine.context_length}. Shorten the context, or "
             "set tasks.overlong_prompts = 'drop' to leave such trajectories out and count them"
         )
+
+
+def _append_given(scores: Scores, ids_TK: Tensor | None) -> Scores:
+    """The teacher's tokens, then the given ones, which are the student's."""
+    if ids_TK is None or scores.given_logp_TK is None:
+        return scores
+    ids_TK = ids_TK.to(scores.given_logp_TK.device)
+    ids = [ids_TK] if scores.top_ids_TK is None else [scores.top_ids_TK, ids_TK]
+    logps = [t for t in (scores.top_logp_TK, scores.given_logp_TK) if t is not None]
+    return replace(scores, top_ids_TK=torch.cat(ids, dim=-1), top_logp_TK=torch.cat(logps, dim=-1))
 
 
 def _indices_of_turns(trajectory: Trajectory, turns: Sequence[int]) -> tuple[int, ...]:

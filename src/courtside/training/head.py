@@ -244,7 +244,11 @@ def _target(batch: TokenBatch, group: PositionGroup, cast_weights: CastWeights) 
         return project(batch.reference_hidden_ND, batch.reference_head)
     if batch.teacher_top_ids_NK is not None:
         assert batch.teacher_top_logp_NK is not None
-        return TopKTarget(ids_NK=batch.teacher_top_ids_NK, logp_NK=batch.teacher_top_logp_NK)
+        return TopKTarget(
+            ids_NK=batch.teacher_top_ids_NK,
+            logp_NK=batch.teacher_top_logp_NK,
+            num_student=batch.num_student_ids,
+        )
     teacher = project(batch.teacher_hidden_ND, batch.teacher_head)
     if group.target == "teacher":
         return teacher

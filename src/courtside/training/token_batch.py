@@ -50,6 +50,8 @@ class TokenBatch:
     teacher_top_ids_NK: Tensor | None = None
     """The teacher's most likely tokens in place of its hidden states, most likely first."""
     teacher_top_logp_NK: Tensor | None = None
+    num_student_ids: int = 0
+    """How many of these, the last ones, are the student's."""
     wrong_logp_N: Tensor | None = None
     wrong_hidden_ND: Tensor | None = None
     """The teacher's under wrong hints; None: no loss contrasts two hints."""
@@ -194,6 +196,7 @@ def make_token_batch(
         reference_head=next((target.head for target in references if target is not None), None),
         teacher_top_ids_NK=gather(targets, "top_ids_TK"),
         teacher_top_logp_NK=gather(targets, "top_logp_TK"),
+        num_student_ids=max((t.num_student_ids for t in targets if t is not None), default=0),
         wrong_logp_N=None if wrong_logp_N is None else wrong_logp_N.to(dtype),
         wrong_hidden_ND=gather(targets, "wrong_hidden_TD"),
     )

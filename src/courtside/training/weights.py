@@ -131,11 +131,10 @@ def save_all_weights(weights: StudentWeights, folder: Path) -> tuple[int, ...]:
 
 def fingerprint_weights(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """Sums over the bits of weights, which those of another step do not have."""
-    bits = {2: torch.int16, 4: torch.int32}
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tuple(
         int(tensor.detach().contiguous().view(bits[tensor.element_size()]).sum(dtype=torch.int64))
         for tensor in tensors
-        if tensor.is_floating_point()
     )
 
 

@@ -145,9 +145,15 @@ function assistantEntry(trajectory, turn) {
     ...turn.events.map((event) => badge("failed", readableName(event.kind))),
     ...turn.events.filter((event) => event.message).map((event) => make("span", { class: "failed" }, event.message)),
     turn.gap === null ? null : make("small", { class: "gap", title: "log-probability of the teacher minus the student’s, mean over the tokens that both scored" },
-      `mean gap ${formatNats(turn.gap)}`));
+      `mean gap ${formatNats(turn.gap)}`),
+    turn.versions.length ? make("small", { class: "versions", title: "optimizer steps of the weights that sampled these tokens" }, describeVersions(turn.versions)) : null);
   return entry(turn.author === "dataset" ? "assistant" : turn.author, "assistant",
     facts.childNodes.length ? facts : null, text);
+}
+
+// "weights of step 3 (17 tokens), step 4 (5)"
+function describeVersions(spans) {
+  return `weights of ${spans.map((span, i) => `step ${span.version} (${span.end - span.start}${i ? "" : " tokens"})`).join(", ")}`;
 }
 
 function hintEntry(hint) {

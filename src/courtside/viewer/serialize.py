@@ -80,6 +80,7 @@ def serialize_conversation(stored: StoredTrajectory, user_hints: Mapping[int, Hi
         trajectory.correction in ("rewrite", "takeover") and trajectory.source == "teacher"
     )
     fork, num_tokens = find_fork(trajectory) if is_by_teacher else (None, 0)
+    differ = len(set(trajectory.token_versions)) > 1
     hints: dict[int, list[Tree]] = {}
     for outcome in stored.hints:
         explanation = DROP_REASONS.get(outcome.drop_reason or "", "")
@@ -111,6 +112,7 @@ def serialize_conversation(stored: StoredTrajectory, user_hints: Mapping[int, Hi
                 ],
                 "tokens": sum(turn.completion_mask),
                 "gap": _mean_gap(gaps[number]),
+                "versions": [s._asdict() for s in turn.policy_versions] if differ else [],
                 "fork": num_tokens if number == fork else None,
                 "hints": hints.get(number, []),
                 "user_hint": serialize_user_hint(user_hints.get(number)),

@@ -18,7 +18,16 @@ from courtside.report.folder.parquet import (
     serialize_evaluation,
     write_trajectories,
 )
-from courtside.types import Event, Hint, HintOutcome, Message, Scored, Target, Turn
+from courtside.types import (
+    Event,
+    Hint,
+    HintOutcome,
+    Message,
+    Scored,
+    Target,
+    Turn,
+    VersionSpan,
+)  # fmt: skip
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 exact = st.floats(width=32)
@@ -45,6 +54,7 @@ def turns(draw):
         num_generation_prompt_tokens=draw(st.integers(0, size)),
         events=tuple(draw(events)),
         decision=draw(st.none() | texts),
+        policy_versions=draw(st.sampled_from([(), (VersionSpan(0, size, 7),)])),
     )
 
 
@@ -117,14 +127,16 @@ def test_episodes_of_evaluations_come_back(turn_list):
     assert parse_evaluation(tree, where="here") == evaluation
 
 
-def test_files_from_before_decisions_can_be_read(tmp_path):
+LATER = ("decision", "policy_versions")
+
+
+def test_files_from_before_decisions_and_versions_can_be_read(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     episode = make_episode("0-0", num=2)
-    decided = replace(
-        episode, turns=tuple(replace(turn, decision="date/right") for turn in episode.turns)
-    )
+    later = {"decision": "date/right", "policy_versions": (VersionSpan(0, 1, 3),)}
+    decided = replace(episode, turns=tuple(replace(turn, **later) for turn in episode.turns))
     path = tmp_path / "step-000000.parquet"
     write_trajectories(path, [Scored(trajectory=decided, target=None)], {})
     assert read_trajectories(path, 0)[0].trajectory == decided
@@ -132,10 +144,11 @@ def test_files_from_before_decisions_can_be_read(tmp_path):
     rows = table.to_pylist()
     for row in rows:
         for turn in row["turns"]:
-            del turn["decision"]
+            for name in LATER:
+                del turn[name]
     turn_type = table.schema.field("turns").type.value_type
     fields = [turn_type.field(i) for i in range(turn_type.num_fields)]
-    earlier = pa.struct([field for field in fields if field.name != "decision"])
+    earlier = pa.struct([field for field in fields if field.name not in LATER])
     place = table.schema.get_field_index("turns")
     schema = table.schema.set(place, pa.field("turns", pa.list_(earlier)))
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
@@ -143,7 +156,8 @@ def test_files_from_before_decisions_can_be_read(tmp_path):
     evaluation = replace(make_evaluation(0), samples=(decided,))
     tree = json.loads(encode_json(serialize_evaluation(evaluation)))
     for turn in tree["samples"][0]["turns"]:
-        del turn["decision"]
+        for name in LATER:
+            del turn[name]
     assert parse_evaluation(tree, where="here").samples == (episode,)
 
 

@@ -465,4 +465,8 @@ def test_the_policy_version_is_the_oldest_of_its_samples() -> None:
             sampled = replace(sample, policy_versions=spans)
             state.add_turn(sampled, observation, TEMPLATE, limits)
         state.stop = "turns"
-        assert state.finish(temperature=1.0, policy_version=7).policy_version == oldest
+        trajectory = state.finish(temperature=1.0, policy_version=7)
+        assert trajectory.policy_version == oldest
+        expected = [version for version in versions or [7] for _ in range(2)]
+        assert trajectory.token_versions == tuple(expected), "of every token"
+        assert trajectory.as_teacher().token_versions == (None,) * len(expected)

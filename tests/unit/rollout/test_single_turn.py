@@ -102,6 +102,7 @@ def test_on_policy_every_sample_is_the_students_token_by_token() -> None:
         assert t.completion_mask == (False,) * len(prompt) + (True,) * len(answer.token_ids)
         assert t.sampler_logp == answer.logp
         assert (t.source, t.policy_version, t.temperature) == ("student", 5, 0.7)
+        assert t.token_versions == (5,) * t.num_completion_tokens
         assert t.stop == "eos" and t.preference is None
     calls = {request.prompt_ids for request in engine.requests}
     assert calls == {RENDERER.prompt_ids(task.messages) for task in TASKS}

@@ -185,7 +185,7 @@ def test_what_is_not_the_students_is_not_taken_over() -> None:
 def test_where_an_answer_is_left(at: Any, expected: int | None) -> None:
     draft = make_drafts(SAMPLING)[0]
     answer = replace(draft.turns[1], token_ids=(9,) * 8, completion_mask=(True,) * 8,
-                     sampler_logp=(-1.0,) * 8)  # fmt: skip
+                     sampler_logp=(-1.0,) * 8, policy_versions=())  # fmt: skip
     fork = locate_token(replace(draft, turns=(draft.turns[0], answer)), at, random.Random(0))
     if expected is None:
         assert fork == "draft_ended"
@@ -251,7 +251,7 @@ def test_a_stop_string_across_the_fork_ends_the_text() -> None:
     )
     ids = RENDERER.tokenizer("xab", add_special_tokens=False)["input_ids"]
     answer = replace(draft.turns[1], token_ids=tuple(ids), completion_mask=(True,) * 3,
-                     sampler_logp=(-1.0,) * 3)  # fmt: skip
+                     sampler_logp=(-1.0,) * 3, policy_versions=())  # fmt: skip
     fork = Fork(draft=replace(draft, turns=(draft.turns[0], answer)), turn=1, num_tokens=3)
     (result,) = continuation(TEACHER, [fork])
     assert result.trajectory is not None and result.trajectory.turns[1].text == "xa"

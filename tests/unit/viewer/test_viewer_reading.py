@@ -22,7 +22,7 @@ from unit.viewer.viewed_runs import (
 )
 
 from courtside.report.folder.folder import RunFolder
-from courtside.types import Event, Scored
+from courtside.types import Event, Scored, VersionSpan
 
 
 def test_the_run_and_its_steps(client: TestClient, folder: RunFolder) -> None:
@@ -86,6 +86,34 @@ def test_the_gap_is_the_mean_over_what_both_spoke_of(client: TestClient, folder:
     turns = get(client, FIRST)["turns"]
     assert math.isclose(turns[1]["gap"], sum(gaps) / len(gaps), rel_tol=1e-6)
     assert turns[3]["gap"] is None and turns[0]["gap"] is None
+
+
+def test_versions_are_there_where_they_differ(tmp_path: Path) -> None:
+    """In one turn, or between turns; equal ones say nothing."""
+    with start_run(tmp_path / "run") as folder:
+        batch = make_hinted_batch(0)
+        for index, second in ((0, 2), (1, 1)):
+            turns = list(batch[index].trajectory.turns)
+            for turn in (1, 3):
+                size = len(turns[turn].token_ids)
+                spans = (VersionSpan(0, size - 1, 1), VersionSpan(size - 1, size, second))
+                turns[turn] = replace(turns[turn], policy_versions=spans)
+            for other in range(5, len(turns), 2):
+                size = len(turns[other].token_ids)
+                span = VersionSpan(0, size, 1)
+                turns[other] = replace(turns[other], policy_versions=(span,))
+            trajectory = replace(batch[index].trajectory, turns=tuple(turns))
+            batch[index] = replace(batch[index], trajectory=trajectory)
+        store(folder, 0, batch)
+    client = opened(RunFolder.read(tmp_path / "run"))
+    turns = get(client, FIRST)["turns"]
+    end = turns[1]["versions"][0]["end"]
+    assert turns[1]["versions"] == [
+        {"start": 0, "end": end, "version": 1}, {"start": end, "end": end + 1, "version": 2},
+    ]  # fmt: skip
+    assert turns[0]["versions"] == [] and len(turns[5]["versions"]) == 1
+    same = get(client, FIRST.replace("0-0", "0-1"))["turns"]
+    assert [turn["versions"] for turn in same] == [[]] * len(same)
 
 
 def test_why_a_hint_was_dropped(client: TestClient) -> None:

@@ -23,6 +23,7 @@ from courtside.engines.base import (
     Want,
 )
 from courtside.engines.generation.sampler import SampleBuffer
+from courtside.engines.served.given_ids import add_given_ids, read_given_logps
 from courtside.engines.served.pool import BadAnswerError, ReplicaPool, Request
 from courtside.engines.served.probe import ServerFacts
 from courtside.engines.served.routes import Generated
@@ -74,6 +75,7 @@ class ServedEngine:
             hidden_states=False,
             branches=False,
             weight_updates=False,
+            given_ids=self.facts.max_given_ids,
         )
 
     @property
@@ -159,22 +161,41 @@ class ServedEngine:
                 )
             self._check_length(len(request.token_ids) + 1)
         route = self.facts.route
+        # Else the log-prob of the token itself is among the teacher's likeliest, as an answer in
+        # JSON that has each token's text.
+        realized = top_k == 0
         progress = self.progress.phase = PhaseProgress(total=len(requests), unit="sequences")
 
         def ask(request: ScoreRequest) -> Request[Scores]:
             def parse(answer: Any) -> Scores:
+                if request.given_ids and realized:
+                    return self._read_given(answer, request)
                 rows = route.read_prompt_logps(answer)
-                return read_scores(
+                scores = read_scores(
                     rows, request, top_k=top_k, vocab_size=self.vocab_size, device=self.device
                 )
+                if not request.given_ids:
+                    return scores
+                num_ids = len(request.given_ids[0])
+                logp_TK = read_given_logps(answer, request, num_ids=num_ids)
+                return replace(scores, given_logp_TK=logp_TK.to(self.device))
 
             body = route.score_body(self.model, request.token_ids, top_k)
+            if request.given_ids:
+                body = add_given_ids(body, request, realized=realized)
             return Request(path=route.path, body=body, parse=parse)
 
         def count(index: int, scores: Scores) -> None:
             progress.finished += 1
 
         return self.pool.ask_all([ask(request) for request in requests], report=count)
+
+    def _read_given(self, answer: Any, request: ScoreRequest) -> Scores:
+        """Of an answer without `prompt_logprobs`: the token itself, then the given ids."""
+        assert request.given_ids
+        num_ids = 1 + len(request.given_ids[0])
+        logp_TK = read_given_logps(answer, request, num_ids=num_ids).to(self.device)
+        return Scores(logp_T=logp_TK[:, 0], given_logp_TK=logp_TK[:, 1:])
 
     def _check_length(self, length: int) -> None:
         if length > self.facts.context_length:

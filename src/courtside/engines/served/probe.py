@@ -7,15 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from courtside.engines.base import Sampling
+import torch
+
+from courtside.engines.base import Sampling, ScoreRequest
+from courtside.engines.served.given_ids import add_given_ids, read_given_logps
 from courtside.engines.served.pool import BadAnswerError, RefusedError, ReplicaPool, Request
 from courtside.engines.served.replicas import Replica
 from courtside.engines.served.routes import CompletionsRoute, Generated, GenerateRoute, Route
+from courtside.engines.served.scores import read_logps
 from courtside.errors import RecipeError
 from courtside.sanitize import to_one_line, truncate
 
 TOO_MANY = 10**6
 """More log-probs than any server allows; the refusal names the limit."""
+MAX_GIVEN_DIFFERENCE = 0.05
+"""Nats between two kernels of one server."""
 LIMIT = re.compile(r"greater than max allowed: (\d+)")
 
 
@@ -31,6 +37,8 @@ class ServerFacts:
     logprobs: Literal["raw", "processed"]
     """Of which distribution a sampled token's log-prob is: the model's, or the one that was sampled
     after temperature and truncation."""
+    max_given_ids: int
+    """Ids of one position whose log-probs a request may ask for; 0: none."""
     takes_weights: bool
     """Whether the servers have the routes by which all of their weights are replaced."""
 
@@ -46,6 +54,7 @@ def probe_servers(pool: ReplicaPool, *, probe_ids: tuple[int, ...]) -> ServerFac
         max_logprobs=min(facts.max_logprobs for facts in replicas),
         route=replicas[0].route if all_generate else CompletionsRoute(),
         logprobs="processed" if all(f.logprobs == "processed" for f in replicas) else "raw",
+        max_given_ids=min(facts.max_given_ids for facts in replicas) if all_generate else 0,
         takes_weights=all_generate and all(facts.takes_weights for facts in replicas),
     )
 
@@ -61,10 +70,13 @@ async def _probe(pool: ReplicaPool, replica: Replica, probe_ids: tuple[int, ...]
             "these names, or start the server with --served-model-name"
         )
     route = await _choose_route(pool, replica, probe_ids)
+    max_logprobs = await _ask_max_logprobs(pool, replica, route, probe_ids)
+    scores_given = await _scores_given_ids(pool, replica, route, probe_ids)
     return ServerFacts(
         version=await _ask_version(pool, replica),
         context_length=context_length,
-        max_logprobs=await _ask_max_logprobs(pool, replica, route, probe_ids),
+        max_logprobs=max_logprobs,
+        max_given_ids=max_logprobs if scores_given else 0,
         route=route,
         logprobs=await _ask_logprobs_mode(pool, replica, route, probe_ids),
         takes_weights=await _has_weight_routes(pool, replica),
@@ -148,6 +160,35 @@ async def _ask_max_logprobs(
             raise
         return int(limit[1])
     return TOO_MANY
+
+
+async def _scores_given_ids(
+    pool: ReplicaPool, replica: Replica, route: Route, probe_ids: tuple[int, ...]
+) -> bool:
+    """Whether log-probs of ids that a request names come, and are those of `prompt_logprobs`."""
+    if not isinstance(route, GenerateRoute) or len(probe_ids) < 2:
+        return False
+    probe = ScoreRequest(
+        token_ids=probe_ids,
+        scored=(False,) + (True,) * (len(probe_ids) - 1),
+        given_ids=tuple((id,) for id in probe_ids[1:]),
+    )
+    plain = route.score_body(pool.config.model, probe_ids, 0)
+    body = add_given_ids(plain, probe, realized=False)
+
+    def read(answer: Any) -> bool:
+        if answer.get("prompt_token_id_logprobs") is None:  # an older vLLM ignores the fields
+            return False
+        logp_T1 = read_given_logps(answer, probe, num_ids=1)
+        logps = read_logps(route.read_prompt_logps(answer), probe)
+        if not torch.allclose(logp_T1[:, 0], torch.tensor(logps), atol=MAX_GIVEN_DIFFERENCE):
+            raise BadAnswerError("log-probs of given ids that are not those of its prompt_logprobs")
+        return True
+
+    try:
+        return await pool.ask(replica, Request(path=route.path, body=body, parse=read))
+    except RefusedError:
+        return False
 
 
 async def _ask_logprobs_mode(

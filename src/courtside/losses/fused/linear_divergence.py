@@ -97,7 +97,9 @@ def fused_linear_divergence(
         teacher=bool(_projections(target)),
         trained=head_gradient.weight_VD is not None,
     )
-    make_pass = load_backend(backend or choose_backend(student.weight_VD, spec.divergence))
+    make_pass = load_backend(
+        backend or choose_backend(student.weight_VD, spec.divergence, target=target)
+    )
     results: list[RowStats] = []
     with torch.no_grad(), torch.autocast(student.weight_VD.device.type, enabled=False):
         # Allocated once, for all chunks: what outlives a chunk must not lie between its
@@ -137,8 +139,12 @@ def _concatenate(parts: list[Rows]) -> Rows:
 # ── chunks and backends ──────────────────────────────────────────────────────────────────────────
 
 
-def choose_backend(weight_VD: Tensor, divergence: DivergenceSpec | None = None) -> Backend:
+def choose_backend(
+    weight_VD: Tensor, divergence: DivergenceSpec | None = None, *, target: Target | None = None
+) -> Backend:
     """Triton on a GPU, in the dtypes and for the divergences it has kernels for."""
+    if isinstance(target, TopKTarget) and target.num_student:
+        return "torch"
     fits = weight_VD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float32)
     has_kernel = divergence is None or divergence.support or divergence.closed_form
     return "triton" if fits and has_kernel and find_spec("triton") is not None else "torch"
@@ -352,17 +358,17 @@ def _check(student: Projection, target: Target | None, spec: HeadLossSpec) -> He
 def _check_top_k_target(target: TopKTarget, spec: HeadLossSpec, num_rows: int) -> None:
     assert len(target.ids_NK) == len(target.logp_NK) == num_rows
     support = None if spec.divergence is None else spec.divergence.support
-    num_given = target.ids_NK.shape[-1]
     assert spec.divergence is None or support is not None, (
         "the teacher gives its top-k tokens only, and a divergence over the whole vocabulary needs "
         "its hidden states; use support = { kind = 'top_k' }"
     )
-    assert support is None or support.of == "teacher", (
+    assert support is None or support.of == "teacher" or support.k <= target.num_student, (
         f"support.of = {support.of!r} needs the teacher's log-probs of the student's tokens, and "
-        "the teacher gives its own top-k only; use of = 'teacher'"
+        f"the teacher gives {target.num_student} of them; use of = 'teacher'"
     )
-    assert support is None or support.k <= num_given, (
-        f"support.k = {support.k}, and the teacher gives its {num_given} most likely tokens"
+    assert support is None or support.of == "student" or support.k <= target.num_teacher, (
+        f"support.k = {support.k}, and the teacher gives its {target.num_teacher} most likely "
+        "tokens"
     )
     assert not any(loss.baseline for loss in spec.sampled), (
         "a baseline needs KL(π‖q) over the whole vocabulary, and the teacher gives its top-k only"

@@ -50,7 +50,7 @@ class SupportGradient:
 
 def differentiate_on_support(
     logp_NK: Tensor, logq_NK: Tensor, keep_NK: Tensor, divergence: DivergenceSpec,
-    weight_N: Tensor, overlap_N: Tensor, tails: tuple[Tensor, Tensor] | None,
+    weight_N: Tensor, overlap_N: Tensor | None, tails: tuple[Tensor, Tensor] | None,
 ) -> tuple[DivergenceStats, SupportGradient]:  # fmt: skip
     """From log-probs normalized over the whole vocabulary. `tails`: the log-probs of all other
     tokens, of both sides; None: the form has no tail."""
@@ -74,7 +74,7 @@ def differentiate_on_support(
         value_N=value_N.masked_fill(~on_N, 0.0),
         student_mass_N=student_mass_N,
         teacher_mass_N=teacher_mass_N,
-        overlap_N=overlap_N.to(logp_NK.dtype),
+        overlap_N=None if overlap_N is None else overlap_N.to(logp_NK.dtype),
     )
     tail_N = torch.zeros_like(value_N) if tails is None else tails[0]
     return stats, SupportGradient(h_NK=h_NK, h_tail_N=h_tail_N, tail_N=tail_N)

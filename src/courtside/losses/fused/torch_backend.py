@@ -317,14 +317,21 @@ def _set_support_gradient(
     support = divergence.support
     assert support is not None
     check_top_k(support.k, block.logp_NV.shape[-1])
-    student_NK = block.logp_NV.topk(support.k, dim=-1).indices
+    overlap_N: Tensor | None
     if target is not None:
-        ids_NK, keep_NK, overlap_N = combine_top_k(
-            student_NK, target.ids_NK[:, : support.k], support.of
-        )
-        logq_NK = target.logp_NK[:, : support.k].to(block.logp_NV.dtype)
+        # The student's tokens are those whose log-probs the teacher was asked for.
+        teacher_NK = target.select(support.k, "teacher")[0]
+        if support.of == "teacher":
+            student_NK = block.logp_NV.topk(support.k, dim=-1).indices
+        else:
+            student_NK = target.select(support.k, "student")[0]
+        ids_NK, keep_NK, overlap_N = combine_top_k(student_NK, teacher_NK, support.of)
+        if target.num_teacher == 0:
+            overlap_N = None
+        logq_NK = target.select(support.k, support.of)[1].to(block.logp_NV.dtype)
     else:
         assert block.logq_NV is not None
+        student_NK = block.logp_NV.topk(support.k, dim=-1).indices
         teacher_NK = block.logq_NV.topk(support.k, dim=-1).indices
         ids_NK, keep_NK, overlap_N = combine_top_k(student_NK, teacher_NK, support.of)
         logq_NK = block.logq_NV.gather(-1, ids_NK)
@@ -335,7 +342,7 @@ def _set_support_gradient(
             assert block.logq_NV is not None and block.q_NV is not None
             tails = tail_N, _tail_logp(block.logq_NV, block.q_NV, ids_NK)
         else:
-            tails = tail_N, tail_logp_from_support(logq_NK)
+            tails = tail_N, tail_logp_from_support(logq_NK.masked_fill(~keep_NK, -math.inf))
     stats, gradient = differentiate_on_support(
         logp_NK, logq_NK, keep_NK, divergence, weight_N, overlap_N, tails
     )

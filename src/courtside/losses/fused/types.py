@@ -57,14 +57,33 @@ class Extrapolation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopKTarget:
-    """A teacher of which only the K most likely tokens are known, most likely first."""
+    """A teacher of which only K tokens are known: its own most likely ones, then those of the
+    student, each most likely first."""
 
     ids_NK: Tensor
     logp_NK: Tensor
     """Normalized over the full vocabulary, at the temperature of the row."""
+    num_student: int = 0
+    """How many of the K are the student's."""
+
+    @property
+    def num_teacher(self) -> int:
+        return self.ids_NK.shape[-1] - self.num_student
 
     def __getitem__(self, rows: slice) -> TopKTarget:
-        return TopKTarget(ids_NK=self.ids_NK[rows], logp_NK=self.logp_NK[rows])
+        return replace(self, ids_NK=self.ids_NK[rows], logp_NK=self.logp_NK[rows])
+
+    def select(self, k: int, of: SupportOf) -> tuple[Tensor, Tensor]:
+        """(ids, logq) of a support; those of a joint one list the teacher's tokens first."""
+        spans = {
+            "teacher": slice(0, k),
+            "student": slice(self.num_teacher, self.num_teacher + k),
+        }
+        sides = ("teacher", "student") if of == "joint" else (of,)
+        return tuple(  # type: ignore[return-value]
+            torch.cat([values_NK[:, spans[side]] for side in sides], dim=-1)
+            for values_NK in (self.ids_NK, self.logp_NK)
+        )
 
 
 Target = Projection | Extrapolation | TopKTarget

@@ -28,6 +28,7 @@ from courtside.types import (
     Task,
     Trajectory,
     Turn,
+    VersionSpan,
 )
 
 VERSION_KEY = b"courtside.schema_version"
@@ -144,6 +145,7 @@ def _schema() -> Any:
     names = ("role", "content", "extra", "tools")
     message = pa.struct([(name, pa.string()) for name in names])
     event = pa.struct([("kind", pa.string()), ("details", pa.string())])
+    version_span = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int64())])
     turn = pa.struct(
         [
             ("role", pa.string()),
@@ -155,6 +157,7 @@ def _schema() -> Any:
             ("num_generation_prompt_tokens", pa.int32()),
             ("events", pa.list_(event)),
             ("decision", pa.string()),
+            ("policy_versions", pa.list_(version_span)),
         ]
     )
     hint = pa.struct(
@@ -301,6 +304,7 @@ def serialize_trajectory(trajectory: Trajectory) -> Tree:
                 **serialize_record(turn),
                 "messages": [serialize_record(message) for message in turn.messages],
                 "events": [{"kind": e.kind, "details": dict(e.details)} for e in turn.events],
+                "policy_versions": [span._asdict() for span in turn.policy_versions],
             }
             for turn in trajectory.turns
         ],
@@ -372,6 +376,10 @@ def _parse_turn(tree: Mapping[str, Any]) -> Turn:
             "sampler_logp": _parse_floats(tree["sampler_logp"]),
             "messages": _parse_messages(tree["messages"]),
             "events": tuple(Event(**event) for event in tree["events"]),
+            # Files of earlier versions do not have it.
+            "policy_versions": tuple(
+                VersionSpan(**span) for span in tree.get("policy_versions") or ()
+            ),
         }
     )
 

@@ -258,6 +258,7 @@ def _cut_turn(turn: Turn, part: slice, decode: Decode) -> Turn:
         completion_mask=turn.completion_mask[part],
         sampler_logp=None,
         num_generation_prompt_tokens=0,
+        policy_versions=(),
     )
 
 
