@@ -41,8 +41,11 @@ class Snapshots:
             self.models[self.pinned], self.engine.tokenizer, name="snapshot",
             vocab_size=self.engine.head.vocab_size, autocast=self.engine.autocast,
         )  # fmt: skip
-        spans = (VersionSpan(0, 10**6, self.pinned),)
-        return [replace(s, policy_versions=spans) for s in engine.sample(requests, sampling)]
+        version = self.pinned
+        return [
+            replace(s, policy_versions=(VersionSpan(0, len(s.token_ids), version),))
+            for s in engine.sample(requests, sampling)
+        ]
 
 
 def train(tiny_folder: Path, teacher: Path, losses: Any, *, max_staleness: int, ahead: bool) -> Any:
