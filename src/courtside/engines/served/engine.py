@@ -116,6 +116,7 @@ class ServedEngine:
                 body=body,
                 parse=lambda answer: self._read_sample(route.read_sample(answer), sampling),
                 key=key,
+                kind=f"sample {sampling.max_new_tokens}",
             )
 
         return self.pool.ask_all([ask(r, key) for r, key in zip(requests, keys, strict=True)])
@@ -183,7 +184,8 @@ class ServedEngine:
             body = route.score_body(self.model, request.token_ids, top_k)
             if request.given_ids:
                 body = add_given_ids(body, request, realized=realized)
-            return Request(path=route.path, body=body, parse=parse)
+            kind = f"score {len(request.token_ids).bit_length()} {top_k}"
+            return Request(path=route.path, body=body, parse=parse, kind=kind)
 
         def count(index: int, scores: Scores) -> None:
             progress.finished += 1
