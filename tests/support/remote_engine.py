@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from threading import Lock
@@ -34,8 +34,21 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 
+class IndependentRows(StatelessSession):
+    """Each row is sampled in a thread, some sooner than others."""
+
+    threads = ThreadPoolExecutor(16)
+
+    def begin(self, row: int, request: SampleRequest, sampling: Sampling) -> Future[Sample]:
+        def sample() -> Sample:
+            time.sleep(0.001 * (request.seed % 5))
+            return self.sample([row], [request], sampling)[0]
+
+        return self.threads.submit(sample)
+
+
 class RemoteEngine:
-    def __init__(self, trainer: LocalEngine, *, top_k: int = 20):
+    def __init__(self, trainer: LocalEngine, *, top_k: int = 20, independent_rows: bool = False):
         self._trainer = trainer.model
         self._server = LocalEngine(
             deepcopy(trainer.model),
@@ -50,8 +63,9 @@ class RemoteEngine:
         self.context_length = trainer.context_length
         self.max_batch_tokens = trainer.max_batch_tokens
         self.capabilities = Capabilities(
-            top_k=top_k, hidden_states=False, branches=False, weight_updates=True
-        )
+            top_k=top_k, hidden_states=False, branches=False, weight_updates=True,
+            independent_rows=independent_rows,
+        )  # fmt: skip
         self.version = 0
         self.finished: list[int] = []
         """Indices of requests in the order in which they were answered."""
@@ -74,7 +88,8 @@ class RemoteEngine:
         )
 
     def session(self, num_rows: int, *, row_capacity: int | None = None) -> Session:
-        return StatelessSession(self.sample, num_rows=num_rows, note="no sessions")
+        kind = IndependentRows if self.capabilities.independent_rows else StatelessSession
+        return kind(self.sample, num_rows=num_rows, note="no sessions")
 
     def load_weights(self, version: int) -> None:
         with torch.no_grad():

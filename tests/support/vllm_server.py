@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,13 @@ ENVIRONMENT = {
 
 
 class Server:
-    def __init__(self, url: str, log: Path) -> None:
-        self.url, self.log = url, log
+    def __init__(self, url: str, log: Path, pid: int) -> None:
+        self.url, self.log, self.pid = url, log, pid
+
+    def kill(self) -> None:
+        """The server and its engine's process."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def post(self, path: str, tree: Any) -> Any:
         request = urllib.request.Request(
@@ -84,10 +89,9 @@ def run_vllm(command: str, log: Path, *options: str) -> Iterator[Server]:
         )
     try:
         _wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
-        yield Server(f"http://127.0.0.1:{port}", log)
+        yield Server(f"http://127.0.0.1:{port}", log, process.pid)
     finally:
-        # The server and its engine's process.
-        os.killpg(process.pid, signal.SIGKILL)
+        Server("", log, process.pid).kill()
         process.wait()
 
 

@@ -28,8 +28,8 @@ from courtside.recipe.drafts import (
     NotedQuestion,
     RewriteConfig,
 )
-from courtside.rollout.episodes import replay_with_reply
 from courtside.rollout.off_policy import Grader
+from courtside.rollout.replies import replay_with_reply
 from courtside.tasks.base import TaskSource
 from courtside.teacher.teacher import ScoringTeacher
 from courtside.types import Task, Trajectory

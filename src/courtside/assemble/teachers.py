@@ -31,7 +31,7 @@ from courtside.recipe.teacher import (
     SelfTeacherConfig,
     ServerTeacherConfig,
 )
-from courtside.rollout.episodes import reply_passes
+from courtside.rollout.replies import reply_passes
 from courtside.rollout.single_turn import make_sampling
 from courtside.teacher.custom import CustomTeacher, Need
 from courtside.teacher.hint_scoring import HintScorer, HintTrial

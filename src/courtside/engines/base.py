@@ -8,6 +8,7 @@ and branch scoring come from `sample` and `score` alone where an engine has noth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
@@ -166,6 +167,13 @@ class Session(Protocol):
         """End the row's conversation; its next prompt begins another."""
 
 
+class IndependentSession(Session, Protocol):
+    """A session whose rows do not wait for each other."""
+
+    def begin(self, row: int, request: SampleRequest, sampling: Sampling) -> Future[Sample]:
+        """`sample` for one row; the next call for this row must wait for its sample."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What an engine can give. Recipes that need more are refused when a run is assembled."""
@@ -183,6 +191,8 @@ class Capabilities:
     recurrent and convolution states."""
     given_ids: int = 0
     """How many ids a position a request may name for their log-probs (`ScoreRequest.given_ids`)."""
+    independent_rows: bool = False
+    """Whether its sessions are `IndependentSession`s."""
     mixed_sampling: bool = False
     """Whether its model decodes token by token with another one (`engines/mixed_sampling.py`)."""
 

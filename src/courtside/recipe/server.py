@@ -31,6 +31,9 @@ class ServerConfig(Section):
     """After 429, 5xx and failed connections, waiting longer each time."""
     max_concurrency: PositiveInt = 64
     """Requests under way on each server."""
+    hedge_after: PositiveFloat | Literal["auto"] = "auto"
+    """Seconds after which a request without an answer goes to a second server that is free, too;
+    the first answer counts. auto: three times what the longest answer of its kind took."""
 
     @field_validator("urls")
     @classmethod

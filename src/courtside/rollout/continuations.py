@@ -18,7 +18,8 @@ from courtside.environments.base import EpisodeRequest, HostedEpisode
 from courtside.environments.guard import EnvironmentFault, FaultMonitor
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
-from courtside.rollout.episodes import EpisodeRollout, cut_messages
+from courtside.rollout.episode_state import cut_messages
+from courtside.rollout.episodes import EpisodeRollout
 from courtside.rollout.single_turn import make_sampling
 from courtside.seeds import seed_for
 from courtside.types import Grade, Sample, StopReason, Task, Trajectory, Turn

@@ -1,7 +1,8 @@
 """Episodes of many turns, as many at a time as the KV cache holds.
 
 Each episode has a row of the engine's session, whose KV cache persists over turns, so a turn costs
-its own tokens. A finished episode's row goes to the next request (continuous batching). A bug in
+its own tokens. A finished episode's row goes to the next request (continuous batching). In this
+process a turn is one batch of all episodes; on servers each goes on by itself. A bug in
 the environment ends its own episode, without a grade and without an event: it is no mistake of the
 student.
 """
@@ -9,14 +10,20 @@ student.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from time import monotonic
+from typing import Any, TypeVar, cast
 
 from courtside.chat.incremental import IncrementalTemplate
-from courtside.engines.base import Engine, SampleRequest, Sampling, Session
-from courtside.environments.base import Episode, EpisodeRequest, HostedEpisode
+from courtside.engines.base import (
+    Engine,
+    IndependentSession,
+    Sampling,
+    Session,
+)
+from courtside.environments.base import EpisodeRequest, HostedEpisode
 from courtside.environments.guard import (
     EnvironmentFault,
     FaultMonitor,
@@ -24,23 +31,21 @@ from courtside.environments.guard import (
     call_all,
 )
 from courtside.progress import PhaseProgress, ProgressMeter
-from courtside.recipe.rollout import LimitsConfig, RolloutConfig
+from courtside.recipe.rollout import RolloutConfig
+from courtside.rollout.episode_state import EpisodeSettings, EpisodeState
+from courtside.rollout.independent import run_independently
 from courtside.rollout.shares import index_tasks
 from courtside.rollout.single_turn import make_sampling
-from courtside.sanitize import truncate
 from courtside.seeds import seed_for, trajectory_id
 from courtside.types import (
-    Event,
     Grade,
-    Message,
     Observation,
     Sample,
-    StopReason,
     Task,
     Trajectory,
-    Turn,
-    VersionSpan,
 )
+
+T = TypeVar("T")
 
 EXPECTED_OBSERVATION = 96
 """Tokens of an environment's answer, for sizing the KV cache; an estimate, not a limit."""
@@ -110,6 +115,29 @@ class EpisodeRollout:
         row_tokens = row_capacity + self.engine.capabilities.row_state_tokens
         num_rows = min(len(requests), max(1, self.engine.max_batch_tokens // row_tokens))
         session = self.engine.session(num_rows, row_capacity=row_capacity)
+        settings = EpisodeSettings(
+            sampling=sampling,
+            policy_version=policy_version,
+            max_turns=turn_limit,
+            max_seconds=self.limits.seconds,
+            max_tokens=self.max_tokens,
+        )
+        if self.engine.capabilities.independent_rows:
+            rows = cast(IndependentSession, session)
+            trajectories = self._play_independently(requests, rows, num_rows, settings)
+        else:
+            trajectories = self._play_in_turns(requests, session, num_rows, settings)
+        self.faults.check([trajectory.fault for trajectory in trajectories])
+        return trajectories
+
+    def _play_in_turns(
+        self,
+        requests: Sequence[EpisodeRequest],
+        session: Session,
+        num_rows: int,
+        settings: EpisodeSettings,
+    ) -> list[Trajectory]:
+        """Each turn is one call of the session for all episodes under way."""
         waiting, free_rows = deque(enumerate(requests)), deque(range(num_rows))
         running: dict[int, EpisodeState] = {}
         """By row of the session."""
@@ -123,26 +151,59 @@ class EpisodeRollout:
             self._start(list(starting.values()))
             running |= starting
             for state in running.values():
-                state.check_limits(
-                    max_turns=turn_limit,
-                    max_seconds=self.limits.seconds,
-                    max_new_tokens=sampling.max_new_tokens,
-                    max_tokens=self.max_tokens,
-                )
+                state.check_limits(settings)
             ended = {row: state for row, state in running.items() if state.stop is not None}
             self._grade(list(ended.values()))
             for row, state in ended.items():
-                finished[state.index] = state.finish(
-                    temperature=sampling.temperature, policy_version=policy_version
-                )
+                finished[state.index] = state.finish(settings)
                 free_rows.append(row)
                 del running[row]
             if running and not (waiting and free_rows):
-                self._run_turn(session, running, sampling)
-                self._count(progress, finished.values(), running.values(), turn_limit)
-        trajectories = [finished[index] for index in range(len(requests))]
-        self.faults.check([trajectory.fault for trajectory in trajectories])
-        return trajectories
+                self._run_turn(session, running, settings.sampling)
+                self._count(progress, finished.values(), running.values(), settings.max_turns)
+        return [finished[index] for index in range(len(requests))]
+
+    def _play_independently(
+        self,
+        requests: Sequence[EpisodeRequest],
+        session: IndependentSession,
+        num_rows: int,
+        settings: EpisodeSettings,
+    ) -> list[Trajectory]:
+        """No episode waits for another one's sample or environment."""
+        finished: list[Trajectory] = []
+        running: dict[int, EpisodeState] = {}
+        progress = self.progress.phase = PhaseProgress(total=len(requests), unit="episodes")
+        threads = ThreadPoolExecutor(num_rows, thread_name_prefix="environment")
+
+        def call(begin: Callable[[], Callable[[], T]]) -> Future[T | EnvironmentFault]:
+            return threads.submit(lambda: call_all([begin])[0])
+
+        def play(index: int, row: int) -> Generator[Future[Any], Any, Trajectory]:
+            session.restart(row)
+            running[row] = state = EpisodeState.make(index, requests[index], self.template)
+            self._start([state])
+            while True:
+                state.check_limits(settings)
+                if state.stop is not None:
+                    break
+                sample = yield session.begin(row, state.next_request(), settings.sampling)
+                episode = state.require_episode()
+                result = yield call(partial(episode.begin_step, sample.text))
+                self._add_turn(state, sample, result)
+                self._count(progress, finished, running.values(), settings.max_turns)
+            if state.fault is None:
+                grade = yield call(state.require_episode().begin_grade)
+                self._set_grade(state, grade)
+            finished.append(trajectory := state.finish(settings))
+            del running[row]
+            self._count(progress, finished, running.values(), settings.max_turns)
+            return trajectory
+
+        try:
+            return run_independently(play, len(requests), num_slots=num_rows)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, states: Sequence[EpisodeState]) -> None:
         for state in states:  # in order: `start` is a method of the object that all share
@@ -155,10 +216,13 @@ class EpisodeRollout:
         gradable = [state for state in states if state.fault is None]
         calls = [state.require_episode().begin_grade for state in gradable]
         for state, grade in zip(gradable, call_all(calls), strict=True):
-            if isinstance(grade, EnvironmentFault):
-                self._end(state, grade)
-            else:
-                state.grade = grade
+            self._set_grade(state, grade)
+
+    def _set_grade(self, state: EpisodeState, grade: Grade | EnvironmentFault) -> None:
+        if isinstance(grade, EnvironmentFault):
+            self._end(state, grade)
+        else:
+            state.grade = grade
 
     def _end(self, state: EpisodeState, fault: EnvironmentFault) -> None:
         """The episode is not used any more: a call that timed out may still run in it."""
@@ -170,14 +234,9 @@ class EpisodeRollout:
     ) -> None:
         """One sample per row, and the environments' answers."""
         states = list(running.values())
-        requests = [
-            SampleRequest(
-                prompt_ids=state.pending_ids,
-                seed=seed_for(state.request.seed, "turn", state.num_assistant_turns),
-            )
-            for state in states
-        ]
-        samples = session.sample(list(running), requests, sampling)
+        samples = session.sample(
+            list(running), [state.next_request() for state in states], sampling
+        )
         results = call_all(
             [
                 partial(state.require_episode().begin_step, sample.text)
@@ -185,16 +244,19 @@ class EpisodeRollout:
             ]
         )
         for state, sample, result in zip(states, samples, results, strict=True):
-            fault: EnvironmentFault | None
-            if isinstance(result, EnvironmentFault):
-                fault = result
-            else:
-                fault = self.names.find_fault(result)
-            if fault is not None:
-                state.add_reply(sample, self.template)
-                self._end(state, fault)
-            elif isinstance(result, Observation):
+            self._add_turn(state, sample, result)
+
+    def _add_turn(
+        self, state: EpisodeState, sample: Sample, result: Observation | EnvironmentFault
+    ) -> None:
+        if isinstance(result, Observation):
+            fault = self.names.find_fault(result)
+            if fault is None:
                 state.add_turn(sample, result, self.template, self.limits)
+                return
+            result = fault
+        state.add_reply(sample, self.template)
+        self._end(state, result)
 
     def _count(
         self,
@@ -226,183 +288,3 @@ class EpisodeRollout:
         expected = longest_prompt + turns * sampling.max_new_tokens
         expected += (turns - 1) * EXPECTED_OBSERVATION
         return min(expected, self.max_tokens)
-
-
-# ── one episode ──────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(slots=True, kw_only=True)
-class EpisodeState:
-    index: int
-    """Among the requests."""
-    request: EpisodeRequest
-    turns: list[Turn]
-    pending_ids: tuple[int, ...]
-    """Ids that the session has not processed yet: the next prompt of its row."""
-    num_tokens: int
-    episode: HostedEpisode | None = None
-    """None before it was started, and after a fault."""
-    stop: StopReason | None = None
-    grade: Grade | None = None
-    fault: str | None = None
-    start_time: float = field(default_factory=monotonic)
-    oldest_version: int | None = None
-    """Of the weights of its samples, where the engine reports them."""
-
-    @classmethod
-    def make(
-        cls, index: int, request: EpisodeRequest, template: IncrementalTemplate
-    ) -> EpisodeState:
-        turns = list(request.turns) or [template.prompt_turn(request.task)]
-        ids = tuple(i for turn in turns for i in turn.token_ids)
-        pending_ids = ids if request.prompt_ids is None else request.prompt_ids
-        return cls(
-            index=index,
-            request=request,
-            turns=turns,
-            pending_ids=pending_ids,
-            num_tokens=max(len(ids), len(pending_ids)),
-        )
-
-    def describe_position(self) -> str:
-        """For a message: `task t-3, turn 2, reply 'No.'`."""
-        last = self.turns[-1]
-        reply = f", reply {truncate(last.text, 200)!r}" if last.role == "assistant" else ""
-        return f"task {self.request.task.id}, turn {self.num_assistant_turns}{reply}"
-
-    def require_episode(self) -> HostedEpisode:
-        assert self.episode is not None
-        return self.episode
-
-    @property
-    def num_assistant_turns(self) -> int:
-        return sum(turn.role == "assistant" for turn in self.turns)
-
-    def check_limits(
-        self,
-        *,
-        max_turns: int | None,
-        max_seconds: float | None,
-        max_new_tokens: int,
-        max_tokens: int,
-    ) -> None:
-        """Sets `stop` where a limit leaves no further turn."""
-        if self.stop is not None:
-            return
-        if max_turns is not None and self.num_assistant_turns >= max_turns:
-            self.stop = "turns"
-        elif self.num_tokens + max_new_tokens > max_tokens:
-            self.stop = "length"
-        elif max_seconds is not None and monotonic() - self.start_time > max_seconds:
-            self.stop = "time"
-
-    def add_turn(
-        self,
-        sample: Sample,
-        observation: Observation,
-        template: IncrementalTemplate,
-        limits: LimitsConfig,
-    ) -> None:
-        """Appends the student's turn and the environment's answer to it."""
-        self.add_reply(sample, template, observation)
-        if observation.done:
-            self.stop = "done"
-            return
-        answer = template.environment_turn(
-            cut_messages(observation, limits),
-            add_end_of_turn=not template.is_ended(sample.token_ids),
-            prompt=self.request.task.messages,
-        )
-        self._append(answer)
-        self.pending_ids = sample.token_ids[-1:] + answer.token_ids
-
-    def add_reply(
-        self,
-        sample: Sample,
-        template: IncrementalTemplate,
-        observation: Observation | None = None,
-    ) -> None:
-        """`observation`: None where the environment gave none."""
-        versions = [span.version for span in sample.policy_versions]
-        if self.oldest_version is not None:
-            versions.append(self.oldest_version)
-        self.oldest_version = min(versions, default=None)
-        events = () if observation is None else observation.events
-        decision = None if observation is None else observation.decision
-        self._append(template.assistant_turn(sample, events, decision))
-
-    def finish(self, *, temperature: float, policy_version: int) -> Trajectory:
-        """`policy_version`: that of the engine, where its samples do not report theirs."""
-        assert self.stop is not None
-        return Trajectory(
-            id=self.request.id,
-            task=self.request.task,
-            turns=tuple(_add_versions(turn, policy_version) for turn in self.turns),
-            source="student",
-            policy_version=policy_version if self.oldest_version is None else self.oldest_version,
-            temperature=temperature,
-            stop=self.stop,
-            grade=self.grade,
-            fault=self.fault,
-        )
-
-    def _append(self, turn: Turn) -> None:
-        self.turns.append(turn)
-        self.num_tokens += len(turn.token_ids)
-
-
-def cut_messages(observation: Observation, limits: LimitsConfig) -> tuple[Message, ...]:
-    """The environment's messages as the student gets them."""
-    return tuple(
-        replace(message, content=_cut(message.content, limits.observation_chars))
-        for message in observation.messages
-    )
-
-
-def _cut(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    return f"{text[:limit]}\n[cut: {len(text) - limit} more characters]"
-
-
-def reply_passes(
-    start: Callable[[Task], Episode],
-    trajectory: Trajectory,
-    turn: int,
-    reply: str,
-) -> bool:
-    """Whether `reply`, in place of that turn, causes no event."""
-    try:
-        return not _replay(start, trajectory, turn, reply)[1].events
-    except EnvironmentFault:
-        return False
-
-
-def replay_with_reply(
-    start: Callable[[Task], Episode], trajectory: Trajectory, turn: int, reply: str
-) -> tuple[tuple[Event, ...], Grade | None]:
-    """Events of `reply` in place of that turn, and the grade where it was the episode's last; a
-    fault of the environment is an event."""
-    is_last = not any(t.role == "assistant" for t in trajectory.turns[turn + 1 :])
-    try:
-        episode, observation = _replay(start, trajectory, turn, reply)
-        return observation.events, episode.grade() if is_last else None
-    except EnvironmentFault as fault:
-        return (Event(kind="environment_fault", details={"message": str(fault)}),), None
-
-
-def _replay(
-    start: Callable[[Task], Episode], trajectory: Trajectory, turn: int, reply: str
-) -> tuple[Episode, Observation]:
-    """The episode follows from its task and the student's replies up to that turn."""
-    episode = start(trajectory.task)
-    for text in [t.text for t in trajectory.turns[:turn] if t.role == "assistant"]:
-        episode.step(text)
-    return episode, episode.step(reply)
-
-
-def _add_versions(turn: Turn, policy_version: int) -> Turn:
-    if turn.sampler_logp is None or turn.policy_versions:
-        return turn
-    span = VersionSpan(0, len(turn.token_ids), policy_version)
-    return replace(turn, policy_versions=(span,))

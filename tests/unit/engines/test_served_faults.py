@@ -139,6 +139,74 @@ def test_a_hung_server_is_left_after_the_timeout(servers: list[VllmStandIn]) -> 
     stop.set()
 
 
+def hang_on_samples(server: VllmStandIn, stop: threading.Event) -> None:
+    def hang(number: int, path: str, body: Any) -> Any:
+        if path == GENERATE:
+            stop.wait(20)
+        return "none"
+
+    server.fault = hang
+
+
+@pytest.mark.parametrize("hedge_after", [0.2, "auto"])
+def test_a_hung_server_costs_a_moment_and_not_the_timeout(
+    hedge_after: Any, servers: list[VllmStandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer is there once, by whichever server gave it."""
+    monkeypatch.setattr("courtside.engines.served.hedging.FLOOR", 0.2)
+    first, second = servers
+    engine = make_engine(first.url, second.url, timeout=60, hedge_after=hedge_after)
+    engine.sample(requests(16), SAMPLING)  # what an answer takes
+    stop = threading.Event()
+    hang_on_samples(first, stop)
+    start = time.monotonic()
+    samples = engine.sample(requests(24), SAMPLING)
+    assert time.monotonic() - start < 5
+    stop.set()
+    assert len(samples) == 24 and {s.token_ids for s in samples} == {(5, 5, 5)}
+    hedges = engine.pool.hedges
+    assert hedges.num_hedged >= hedges.num_won > 0
+    assert all(replica.num_assigned == 0 for replica in engine.pool.replicas)
+    assert not any(replica.slots.locked() for replica in engine.pool.replicas)
+
+
+def test_busy_servers_get_no_request_twice(servers: list[VllmStandIn]) -> None:
+    """Where the others have no slot, and where answers take as long as they always do."""
+
+    def slow(number: int, path: str, body: Any) -> Any:
+        time.sleep(0.3)
+        return "none"
+
+    engine = make_engine(*(s.url for s in servers), hedge_after=0.1, max_concurrency=1)
+    for server in servers:
+        server.fault = slow
+    before = sum(server.num_samples() for server in servers)
+    engine.sample(requests(6), SAMPLING)
+    num_sent = sum(server.num_samples() for server in servers) - before
+    assert num_sent <= 6 + engine.pool.hedges.num_hedged <= 7, "at most the last one"
+    usual = make_engine(*(s.url for s in servers))
+    usual.sample(requests(20), SAMPLING)
+    assert usual.pool.hedges.num_hedged == 0
+
+
+def test_the_slower_of_two_answers_may_fail(servers: list[VllmStandIn]) -> None:
+    """And where both fail, the request is sent again as any other."""
+    first, second = servers
+    engine = make_engine(first.url, second.url, hedge_after=0.1, max_retries=3)
+    stop = threading.Event()
+
+    def hang_then_fail(number: int, path: str, body: Any) -> Any:
+        stop.wait(0.4)
+        return respond({"error": "broken"}, 500)
+
+    first.fault = hang_then_fail
+    assert len(engine.sample(requests(8), SAMPLING)) == 8
+    second.fault = hang_then_fail
+    with pytest.raises(RunError, match="no answer after 5 tries"):
+        engine.sample(requests(1), SAMPLING)
+    stop.set()
+
+
 def rows(ids: tuple[int, ...], change: Any) -> Any:
     plain = uniform_rows(list(ids))
     change(plain)
@@ -211,7 +279,9 @@ def test_a_refused_request_is_not_sent_again(servers: list[VllmStandIn]) -> None
     engine = make_engine(servers[0].url)
     before = servers[0].num_samples()
     servers[0].fault = fail_first(9, respond({"error": "bad request"}, 400))
-    with pytest.raises(RunError, match=r"refused a request \(status 400\).*bad request"):
+    with pytest.raises(
+        RunError, match=r"refused the request courtside-\S+ \(status 400\).*bad request"
+    ):
         engine.sample(requests(1), SAMPLING)
     assert servers[0].num_samples() == before + 1
 

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.remote_engine import RemoteEngine
 from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
+from courtside.engines.base import Sampling
 from courtside.engines.local import LocalEngine
 from courtside.environments.base import EpisodeRequest
 from courtside.environments.guard import GuardedEnvironment
 from courtside.errors import EnvironmentFaultsError
 from courtside.recipe.rollout import LimitsConfig, RolloutConfig
-from courtside.rollout.episodes import (
-    EXPECTED_OBSERVATION,
-    EpisodeRollout,
-    EpisodeState,
-    reply_passes,
-)
+from courtside.rollout.episode_state import EpisodeSettings, EpisodeState
+from courtside.rollout.episodes import EXPECTED_OBSERVATION, EpisodeRollout
 from courtside.rollout.off_policy import CorrectedRollout, Demonstrations, MixedRollout
+from courtside.rollout.replies import reply_passes
 from courtside.types import (
     Event,
     Grade,
@@ -465,8 +466,74 @@ def test_the_policy_version_is_the_oldest_of_its_samples() -> None:
             sampled = replace(sample, policy_versions=spans)
             state.add_turn(sampled, observation, TEMPLATE, limits)
         state.stop = "turns"
-        trajectory = state.finish(temperature=1.0, policy_version=7)
+        settings = EpisodeSettings(
+            sampling=Sampling(max_new_tokens=2), policy_version=7, max_turns=None, max_seconds=None,
+            max_tokens=99,
+        )  # fmt: skip
+        trajectory = state.finish(settings)
         assert trajectory.policy_version == oldest
         expected = [version for version in versions or [7] for _ in range(2)]
         assert trajectory.token_versions == tuple(expected), "of every token"
         assert trajectory.as_teacher().token_versions == (None,) * len(expected)
+
+
+# ── each episode by itself ───────────────────────────────────────────────────────────────────────
+
+
+def remote(*, independent_rows: bool) -> RemoteEngine:
+    return RemoteEngine(ENGINE, independent_rows=independent_rows)
+
+
+@pytest.mark.parametrize("max_batch_tokens", [65536, 200], ids=["all at once", "few rows"])
+def test_episodes_that_do_not_wait_for_each_other_are_the_same(max_batch_tokens: int) -> None:
+    """Faults, grades, limits and tokens of every episode, in the order of the requests."""
+    played = []
+    for independent_rows in (False, True):
+        number = itertools.count()
+
+        def start(task: Task, number: Iterator[int] = number) -> Any:
+            last = 1 + next(number) % 4
+            return Bad() if last == 3 else Count(last)
+
+        rollout = make_rollout(start, limits={"turns": 3, "max_fault_fraction": 1.0})
+        rollout.engine = engine = remote(independent_rows=independent_rows)
+        engine.max_batch_tokens = max_batch_tokens
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trajectories = run(rollout, 9)
+        played.append([replace(t, fault=t.fault and "a fault") for t in trajectories])
+    assert rollout.progress.phase is not None and rollout.progress.phase.finished == 9
+    assert played[0] == played[1]
+    assert {t.stop for t in played[0]} == {"done", "turns", "fault"}
+
+
+class Bad:
+    def step(self, reply: str) -> Observation:
+        raise KeyError("no such world")
+
+    def grade(self) -> Grade:
+        raise AssertionError("never asked")
+
+
+def test_a_slow_environment_holds_up_its_own_episode_only() -> None:
+    """Its step returns when all other episodes have been graded."""
+    others_are_graded, graded = threading.Event(), []
+
+    class Slow(Count):
+        def step(self, reply: str) -> Observation:
+            assert others_are_graded.wait(20)
+            return super().step(reply)
+
+    class Quick(Count):
+        def grade(self) -> Grade:
+            graded.append(self)
+            if len(graded) == 4:
+                others_are_graded.set()
+            return super().grade()
+
+    number = itertools.count()
+    rollout = make_rollout(lambda task: Slow(2) if next(number) == 0 else Quick(3))
+    rollout.engine = remote(independent_rows=True)
+    trajectories = run(rollout, 5)
+    assert [roles(t) for t in trajectories] == ["paea", *["paeaea"] * 4]
+    assert all(t.stop == "done" for t in trajectories)

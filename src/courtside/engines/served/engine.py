@@ -7,7 +7,8 @@ decoded here from the ids that came; no text is tokenized again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -74,6 +75,7 @@ class ServedEngine:
             top_k=min(self.facts.max_logprobs, self.vocab_size),
             hidden_states=False,
             branches=False,
+            independent_rows=True,
             weight_updates=False,
             given_ids=self.facts.max_given_ids,
         )
@@ -99,26 +101,26 @@ class ServedEngine:
         self, requests: Sequence[SampleRequest], sampling: Sampling, keys: Sequence[str]
     ) -> list[Sample]:
         """`keys`: requests with the same one go to the same replica."""
-        for request in requests:
-            self._check_length(len(request.prompt_ids) + sampling.max_new_tokens)
-        route = self.facts.route
+        return self.pool.ask_all(
+            [self.ask_sample(r, sampling, key) for r, key in zip(requests, keys, strict=True)]
+        )
 
-        def ask(request: SampleRequest, key: str) -> Request[Sample]:
-            body = route.sample_body(
+    def ask_sample(self, request: SampleRequest, sampling: Sampling, key: str) -> Request[Sample]:
+        self._check_length(len(request.prompt_ids) + sampling.max_new_tokens)
+        route = self.facts.route
+        return Request(
+            path=route.path,
+            body=route.sample_body(
                 self.model,
                 request.prompt_ids,
                 sampling,
                 seed=request.seed,
                 stop_ids=sorted(self.eos_ids),
-            )
-            return Request(
-                path=route.path,
-                body=body,
-                parse=lambda answer: self._read_sample(route.read_sample(answer), sampling),
-                key=key,
-            )
-
-        return self.pool.ask_all([ask(r, key) for r, key in zip(requests, keys, strict=True)])
+            ),
+            parse=lambda answer: self._read_sample(route.read_sample(answer), sampling),
+            key=key,
+            kind=f"sample {sampling.max_new_tokens}",
+        )
 
     def _read_sample(self, generated: Generated, sampling: Sampling) -> Sample:
         """It ends where the local engine would end it."""
@@ -183,7 +185,8 @@ class ServedEngine:
             body = route.score_body(self.model, request.token_ids, top_k)
             if request.given_ids:
                 body = add_given_ids(body, request, realized=realized)
-            return Request(path=route.path, body=body, parse=parse)
+            kind = f"score {len(request.token_ids).bit_length()} {top_k}"
+            return Request(path=route.path, body=body, parse=parse, kind=kind)
 
         def count(index: int, scores: Scores) -> None:
             progress.finished += 1
@@ -211,26 +214,51 @@ class ServedSession:
 
     def __init__(self, engine: ServedEngine, *, num_rows: int):
         self._engine = engine
-        self.contexts: list[tuple[int, ...]] = [()] * num_rows
-        self.keys: list[str | None] = [None] * num_rows
-        """Of each row's first prompt: episodes of one task share its cache, too."""
+        self._conversations = [Conversation() for _ in range(num_rows)]
 
     def sample(
         self, rows: Sequence[int], requests: Sequence[SampleRequest], sampling: Sampling
     ) -> list[Sample]:
-        keys = []
-        whole = []
-        for row, request in zip(rows, requests, strict=True):
-            key = self.keys[row] = self.keys[row] or hash_ids(request.prompt_ids)
-            keys.append(key)
-            whole.append(replace(request, prompt_ids=self.contexts[row] + request.prompt_ids))
-        samples = self._engine.sample_with_keys(whole, sampling, keys)
-        for row, request, sample in zip(rows, whole, samples, strict=True):
-            self.contexts[row] = request.prompt_ids + sample.token_ids[:-1]
-        return samples
+        samples = [self.begin(*row, sampling) for row in zip(rows, requests, strict=True)]
+        try:
+            done, _ = wait(samples, return_when=FIRST_EXCEPTION)
+            for sample in done:
+                sample.result()  # the first failure, before the others have ended
+            return [sample.result() for sample in samples]
+        except BaseException:
+            for sample in samples:
+                sample.cancel()
+            raise
+
+    def begin(self, row: int, request: SampleRequest, sampling: Sampling) -> Future[Sample]:
+        conversation = self._conversations[row]
+        whole = conversation.extend(request)
+        future = self._engine.pool.begin(self._engine.ask_sample(whole, sampling, conversation.key))
+        conversation.last_turn = whole.prompt_ids, future
+        return future
 
     def restart(self, row: int) -> None:
-        self.contexts[row], self.keys[row] = (), None
+        self._conversations[row] = Conversation()
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One row of a session."""
+
+    key: str = ""
+    """Of its first prompt: episodes of one task share its cache, too."""
+    last_turn: tuple[tuple[int, ...], Future[Sample]] | None = None
+    """Ids before the last sample, and that sample."""
+
+    def extend(self, request: SampleRequest) -> SampleRequest:
+        """The request with all that came before it. The last token of a sample is the first of the
+        next request."""
+        self.key = self.key or hash_ids(request.prompt_ids)
+        if self.last_turn is None:
+            return request
+        prompt_ids, sample = self.last_turn
+        context = prompt_ids + sample.result().token_ids[:-1]
+        return replace(request, prompt_ids=context + request.prompt_ids)
 
 
 def hash_ids(ids: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -18,7 +19,13 @@ from uuid import uuid4
 
 import httpx
 
-from courtside.engines.served.replicas import LONGEST_WAIT, Replica, choose_replica
+from courtside.engines.served.hedging import HedgeTimer
+from courtside.engines.served.replicas import (
+    LONGEST_WAIT,
+    Replica,
+    choose_idle_replica,
+    choose_replica,
+)
 from courtside.errors import RunError
 from courtside.recipe.endpoint import read_api_key
 from courtside.recipe.server import ServerConfig
@@ -53,6 +60,10 @@ class UnavailableError(Exception):
         self.wait = wait
 
 
+class AttemptError(Exception):
+    """A replica did not answer a request; another one may."""
+
+
 class StaleReplicaError(Exception):
     """An answer by a replica that has lost what `prepare` gave it."""
 
@@ -67,6 +78,8 @@ class Request(Generic[Answer]):
     for another try."""
     key: str | None = None
     """Requests of one key go to one replica; None: to the one with the fewest."""
+    kind: str | None = None
+    """Requests of one kind take about as long; None: never sent to two replicas."""
 
 
 class ReplicaPool:
@@ -91,6 +104,7 @@ class ReplicaPool:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
         self._loop = asyncio.new_event_loop()
+        self.hedges = HedgeTimer(hedge_after=config.hedge_after)
         self.replicas = [
             Replica(url, asyncio.Semaphore(config.max_concurrency)) for url in config.urls
         ]
@@ -125,6 +139,10 @@ class ReplicaPool:
 
         return self.run(run())
 
+    def begin(self, request: Request[Answer]) -> Future[Answer]:
+        """The answer to come. To cancel the future is to cancel the request."""
+        return asyncio.run_coroutine_threadsafe(self._answer(request), self._loop)
+
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -148,26 +166,73 @@ class ReplicaPool:
     async def _answer(self, request: Request[Answer]) -> Answer:
         """By some replica; those that fail are left alone for a while."""
         num_tries = self.config.max_retries + len(self.replicas)
+        last = ""
         for _ in range(num_tries):
-            replica = await self._acquire(request.key)
             try:
-                if self.prepare is not None:
-                    await self.prepare(replica)
-                answer = await self.send(replica, request)
-            except UnavailableError as error:
-                replica.report_failure(self.first_wait, error.wait)
-                last = f"{replica.url}: {error}"
-            except (RefusedError, StaleReplicaError) as error:
-                if not self.recover(replica, error):
-                    raise
-                last = f"{replica.url}: {error}"
-            else:
-                replica.num_failures = 0
-                return answer
-            finally:
+                return await self._answer_once(request)
+            except AttemptError as error:
+                last = str(error)
+        raise self._no_answer(num_tries, last)
+
+    async def _answer_once(self, request: Request[Answer]) -> Answer:
+        """By one replica, or by the faster of two where the first takes far longer than usual."""
+        replica = await self._acquire(request.key)
+        replicas = [replica]
+        first = asyncio.ensure_future(self._attempt(replica, request))
+        attempts = {first}
+        try:
+            while (seconds := self.hedges.seconds(request.kind)) is not None:
+                if (await asyncio.wait(attempts, timeout=seconds))[0]:
+                    break
+                other = choose_idle_replica(self.replicas, replica)
+                if other is None:
+                    continue  # the others are busy: a second request would take their time
+                self.hedges.num_hedged += 1
+                await other.slots.acquire()  # at once: it is idle
+                other.num_assigned += 1
+                replicas.append(other)
+                attempts.add(asyncio.ensure_future(self._attempt(other, request)))
+                break
+            pending = set(attempts)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for attempt in done:
+                    error = attempt.exception()
+                    if error is None:
+                        if attempt is not first and not first.done():
+                            self.hedges.num_won += 1
+                            replica.report_failure(self.first_wait, None)
+                        return attempt.result()
+                    if not pending or not isinstance(error, AttemptError):
+                        raise error
+            raise AssertionError("an attempt ends with an answer or an error")
+        finally:
+            for attempt in attempts:
+                attempt.cancel()
+            # Here and not in the attempts: one that is cancelled before it begins runs no line.
+            for replica in replicas:
                 replica.num_assigned -= 1
                 replica.slots.release()
-        raise self._no_answer(num_tries, last)
+            await asyncio.gather(*attempts, return_exceptions=True)
+
+    async def _attempt(self, replica: Replica, request: Request[Answer]) -> Answer:
+        """By this replica, of which the caller has a slot; a failure blocks it for a while."""
+        start = asyncio.get_running_loop().time()
+        try:
+            if self.prepare is not None:
+                await self.prepare(replica)
+            answer = await self.send(replica, request)
+        except UnavailableError as error:
+            replica.report_failure(self.first_wait, error.wait)
+            raise AttemptError(f"{replica.url}: {error}") from None
+        except (RefusedError, StaleReplicaError) as error:
+            if not self.recover(replica, error):
+                raise
+            raise AttemptError(f"{replica.url}: {error}") from None
+        replica.num_failures = 0
+        replica.num_answered += 1
+        self.hedges.add_answer(request.kind, asyncio.get_running_loop().time() - start)
+        return answer
 
     async def _acquire(self, key: str | None) -> Replica:
         while True:
@@ -201,7 +266,8 @@ class ReplicaPool:
 
     async def send(self, replica: Replica, request: Request[Answer]) -> Answer:
         """Once; raises `UnavailableError`."""
-        headers = {"X-Request-Id": next(self._names)}
+        name = next(self._names)
+        headers = {"X-Request-Id": name}
         if request.key is not None:
             headers["X-Session-ID"] = request.key  # for a router in front of the servers
         url = replica.url + request.path
@@ -211,15 +277,16 @@ class ReplicaPool:
             else:
                 response = await self._client.post(url, json=request.body, headers=headers)
         except httpx.TransportError as error:
-            raise UnavailableError(f"{type(error).__name__} {error}".strip()) from None
+            reason = f"{type(error).__name__} {error}".strip()
+            raise UnavailableError(f"{reason} ({name})") from None
         status = response.status_code
         if status in BUSY or status >= 500:
             raise UnavailableError(
-                f"status {status}: {self._excerpt(response)}", _retry_after(response)
+                f"status {status}: {self._excerpt(response)} ({name})", _retry_after(response)
             )
         if status != 200:
             raise RefusedError(
-                f"{self.field}.urls: {url} refused a request (status {status}): "
+                f"{self.field}.urls: {url} refused the request {name} (status {status}): "
                 f"{self._excerpt(response)}. {self._fix(status)}",
                 status=status,
                 text=response.text,
@@ -228,8 +295,8 @@ class ReplicaPool:
             return request.parse(_read_json(response))
         except BadAnswerError as error:
             raise RunError(
-                f"{self.field}.urls: {url} answered with {error}. Nothing of it was used. Check "
-                f"that this is the server that is meant and restart it. {GO_ON}"
+                f"{self.field}.urls: {url} answered with {error} ({name}). Nothing of it was used. "
+                f"Check that this is the server that is meant and restart it. {GO_ON}"
             ) from None
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────

@@ -22,6 +22,7 @@ class Replica:
     """One for each request that may be under way."""
     num_assigned: int = 0
     """Requests that wait for it or are under way."""
+    num_answered: int = 0
     num_failures: int = 0
     """In a row."""
     blocked_until: float = 0.0
@@ -58,6 +59,12 @@ def choose_replica(replicas: Sequence[Replica], key: str | None) -> Replica | No
     limit = IMBALANCE * total / len(free)
     ranked = sorted(free, key=lambda replica: _weight(key, replica.url), reverse=True)
     return next((r for r in ranked if r.num_assigned < limit), ranked[0])
+
+
+def choose_idle_replica(replicas: Sequence[Replica], busy: Replica) -> Replica | None:
+    """Another one that has a slot at once."""
+    others = [r for r in replicas if r is not busy and not r.is_blocked and not r.slots.locked()]
+    return min(others, key=lambda replica: replica.num_assigned, default=None)
 
 
 def _weight(key: str, url: str) -> bytes:

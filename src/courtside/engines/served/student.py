@@ -17,6 +17,7 @@ from courtside.engines.base import (
     Want,
 )
 from courtside.engines.served.engine import ServedEngine
+from courtside.engines.served.pool import Request
 from courtside.engines.served.routes import Generated
 from courtside.engines.served.weight_sync import PublishedWeights, WeightSync
 from courtside.errors import RecipeError
@@ -37,7 +38,7 @@ class ServedStudent(ServedEngine):
     @property
     def capabilities(self) -> Capabilities:
         return replace(self._local.capabilities, hidden_states=False, branches=False,
-                       mixed_sampling=False)  # fmt: skip
+                       independent_rows=True, mixed_sampling=False)  # fmt: skip
 
     @property
     def weights(self) -> PublishedWeights:
@@ -68,16 +69,18 @@ class ServedStudent(ServedEngine):
                 "them with --logprobs-mode processed_logprobs"
             )
 
-    def sample_with_keys(
-        self, requests: Sequence[SampleRequest], sampling: Sampling, keys: Sequence[str]
-    ) -> list[Sample]:
+    def ask_sample(self, request: SampleRequest, sampling: Sampling, key: str) -> Request[Sample]:
+        asked = super().ask_sample(request, sampling, key)
         version = self.weights.version
-        return [
-            s
-            if s.policy_versions
-            else replace(s, policy_versions=(VersionSpan(0, len(s.token_ids), version),))
-            for s in super().sample_with_keys(requests, sampling, keys)
-        ]
+
+        def parse(answer: Any) -> Sample:
+            sample = asked.parse(answer)
+            if sample.policy_versions:
+                return sample
+            spans = (VersionSpan(0, len(sample.token_ids), version),)
+            return replace(sample, policy_versions=spans)
+
+        return replace(asked, parse=parse)
 
     def _read_sample(self, generated: Generated, sampling: Sampling) -> Sample:
         spans = self.sync.read_versions(generated)  # first: a stale answer counts no token

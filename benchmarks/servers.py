@@ -1,0 +1,171 @@
+"""Sampling by one and by two vLLM servers against the engine of the training process, in one run.
+
+The same prompts, seeds and limits; each side samples once to warm up, then `--repeats` times, in
+turns. Sampled tokens a second, and the ratio to the local engine. Servers of another
+machine cost what the network costs; started here, they share its processors with the client.
+
+    python benchmarks/servers.py --urls http://node1:8000 http://node2:8000 --model student
+    python benchmarks/servers.py --start VLLM_PYTHON --device cpu --rows 8 --tokens 16   # two, here
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_machine import header, time_call
+from workload import SEED, store
+
+from courtside.engines.base import SampleRequest, Sampling
+from courtside.engines.loading import load_model, load_tokenizer, resolve_model
+from courtside.engines.local import LocalEngine
+from courtside.engines.precision import resolve_dtype
+from courtside.engines.served.engine import ServedEngine
+from courtside.engines.served.pool import ReplicaPool
+from courtside.engines.served.probe import probe_servers
+from courtside.recipe.server import ServerConfig
+from courtside.types import Sample
+
+START_SECONDS = 600
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--urls", nargs="+", default=[], help="servers that run already")
+    parser.add_argument("--model", default="bench", help="the model's name on them")
+    parser.add_argument("--start", type=Path, help="interpreter with vLLM: start two servers here")
+    parser.add_argument(
+        "--weights", default="smollm2-135m", help="folder or hub id, for both sides"
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--rows", type=int, default=256, help="answers at once")
+    parser.add_argument("--samples", type=int, default=4, help="of each prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("servers.json"))
+    return parser.parse_args()
+
+
+@contextlib.contextmanager
+def start_server(args: argparse.Namespace, dtype: str) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+    environment.pop("PYTHONPATH", None)
+    length = args.prompt_tokens + args.tokens + 1
+    process = subprocess.Popen(
+        [args.start, "-m", "vllm.entrypoints.openai.api_server",
+         "--model", resolve_model(args.weights), "--served-model-name", args.model,
+         "--host", "127.0.0.1", "--port", str(port),
+         "--dtype", dtype, "--max-model-len", str(length), "--enable-scale-out",
+         "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"],
+        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(process, url)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(1)
+    raise SystemExit(f"the server at {url} did not start")
+
+
+def make_served(args: argparse.Namespace, urls: list[str], local: LocalEngine) -> ServedEngine:
+    config = ServerConfig(urls=tuple(urls), model=args.model, max_concurrency=max(64, args.rows))
+    pool = ReplicaPool(config, field="--urls")
+    facts = probe_servers(pool, probe_ids=(1, 2, 3))
+    return ServedEngine(
+        pool, facts, name=f"{len(urls)} servers", tokenizer=local.tokenizer, eos_ids=local.eos_ids,
+        vocab_size=local.head.vocab_size, context_length=local.context_length,
+    )  # fmt: skip
+
+
+def measure_rate(
+    engine: Any, requests: list[SampleRequest], sampling: Sampling, device: torch.device
+) -> float:
+    """Sampled tokens a second."""
+    samples: list[Sample] = []
+    seconds = time_call(lambda: samples.extend(engine.sample(requests, sampling)), device)
+    return sum(len(sample.token_ids) for sample in samples) / seconds
+
+
+def main() -> None:
+    args = parse_args()
+    device = torch.device(args.device)
+    result = header("servers", device) | {
+        "load_before": os.getloadavg()[0],
+        "seed": SEED,
+        "settings": {name: str(value) for name, value in vars(args).items() if name != "out"},
+    }
+    dtype = resolve_dtype(args.dtype, device)
+    model = load_model(args.weights, dtype=dtype, device=device)
+    local = LocalEngine(model, load_tokenizer(args.weights), name="local")
+    draw = random.Random(SEED)
+    prompts = [
+        tuple(draw.randrange(1000, local.head.vocab_size) for _ in range(args.prompt_tokens))
+        for _ in range(-(-args.rows // args.samples))
+    ]
+    requests = [
+        SampleRequest(prompt_ids=prompts[i // args.samples], seed=i) for i in range(args.rows)
+    ]
+    sampling = Sampling(max_new_tokens=args.tokens)
+    with contextlib.ExitStack() as stack:
+        urls = args.urls or [
+            stack.enter_context(start_server(args, str(dtype).removeprefix("torch.")))
+            for _ in range(2)
+        ]
+        sides: dict[str, Any] = {"local": local, "1 server": make_served(args, urls[:1], local)}
+        if len(urls) > 1:
+            sides[f"{len(urls)} servers"] = make_served(args, urls, local)
+        rates_of: dict[str, list[float]] = {name: [] for name in sides}
+        for repeat in range(-1, args.repeats):
+            for name, engine in sides.items():
+                rate = measure_rate(engine, requests, sampling, device)
+                if repeat >= 0:
+                    rates_of[name].append(rate)
+    rates = {name: statistics.median(values) for name, values in rates_of.items()}
+    for name, rate in rates.items():
+        print(f"{name:10} {rate:10,.0f} tokens/s  {rate / rates['local']:.2f} × local")
+    result |= {
+        "repeats": rates_of,
+        "tokens_per_second": rates,
+        "over_local": {name: rate / rates["local"] for name, rate in rates.items()},
+    }
+    store(args.out, result)
+
+
+if __name__ == "__main__":
+    main()
