@@ -37,17 +37,17 @@ def test_a_slow_routine_holds_up_no_other() -> None:
 
 
 def test_a_slot_has_one_routine_at_a_time() -> None:
-    used: dict[int, int] = {}
+    running: dict[int, int] = {}
     most = 0
     with ThreadPoolExecutor(4) as threads:
 
         def routine(index: int, slot: int) -> Generator[Future[Any], Any, int]:
             nonlocal most
-            assert slot not in used
-            used[slot] = index
-            most = max(most, len(used))
+            assert slot not in running
+            running[slot] = index
+            most = max(most, len(running))
             yield threads.submit(time.sleep, 0.001 * (index % 3))
-            del used[slot]
+            del running[slot]
             return slot
 
         slots = run_independently(routine, 20, num_slots=4)

@@ -70,17 +70,17 @@ class ServedStudent(ServedEngine):
             )
 
     def ask_sample(self, request: SampleRequest, sampling: Sampling, key: str) -> Request[Sample]:
-        asked = super().ask_sample(request, sampling, key)
+        plain = super().ask_sample(request, sampling, key)
         version = self.weights.version
 
         def parse(answer: Any) -> Sample:
-            sample = asked.parse(answer)
+            sample = plain.parse(answer)
             if sample.policy_versions:
                 return sample
             spans = (VersionSpan(0, len(sample.token_ids), version),)
             return replace(sample, policy_versions=spans)
 
-        return replace(asked, parse=parse)
+        return replace(plain, parse=parse)
 
     def _read_sample(self, generated: Generated, sampling: Sampling) -> Sample:
         spans = self.sync.read_versions(generated)  # first: a stale answer counts no token
