@@ -63,8 +63,8 @@ def choose_replica(replicas: Sequence[Replica], key: str | None) -> Replica | No
 
 def choose_idle_replica(replicas: Sequence[Replica], busy: Replica) -> Replica | None:
     """Another one that has a slot at once."""
-    others = [r for r in replicas if r is not busy and not r.is_blocked and not r.slots.locked()]
-    return min(others, key=lambda replica: replica.num_assigned, default=None)
+    idle = [r for r in replicas if r is not busy and not r.is_blocked and not r.slots.locked()]
+    return min(idle, key=lambda replica: replica.num_assigned, default=None)
 
 
 def _weight(key: str, url: str) -> bytes:
