@@ -243,7 +243,7 @@ class LocalEngine:
         passes = self._probed_states
         return passes if isinstance(passes, StatePasses) else None
 
-    @property
+    @cached_property
     def row_state_tokens(self) -> int:
         """See `Capabilities`."""
         if find_unsupported_attention(self.model) is None:  # without a probe, for models with KV

@@ -10,10 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.score_store import (
+    CPU,
+    REQUEST,
+    assert_equal,
+    make_scores,
+    make_store,
+    write_and_read,
+)
 from support.tiny_model import tiny_model, tiny_tokenizer
 from support.vllm_stand_in import VllmStandIn
 
-from courtside.engines.base import BranchRequest, ScoreRequest, Scores, score_branches
+from courtside.engines.base import BranchRequest, ScoreRequest, score_branches
 from courtside.engines.local import LocalEngine
 from courtside.engines.score_store import ScoreStore
 from courtside.engines.served.engine import ServedEngine
@@ -23,30 +31,6 @@ from courtside.engines.stored_scores import StoredScoresEngine
 from courtside.errors import RecipeError, RunError
 from courtside.recipe.server import ServerConfig
 from courtside.types import Branch
-
-CPU = torch.device("cpu")
-REQUEST = ScoreRequest(token_ids=(3, 4, 5, 6), scored=(False, True, False, True))
-
-
-def make_store(folder: Path, *, teacher: str = "big", max_bytes: int = 10**9) -> ScoreStore:
-    return ScoreStore(folder, teacher=teacher, max_bytes=max_bytes, field="teacher.store")
-
-
-def make_scores(seed: int = 0, *, k: int = 3) -> Scores:
-    draw = torch.Generator().manual_seed(seed)
-    return Scores(
-        logp_T=-torch.rand(2, generator=draw),
-        top_ids_TK=torch.randint(0, 200_000, (2, k), generator=draw),
-        top_logp_TK=-torch.rand(2, k, generator=draw),
-    )
-
-
-def assert_equal(scores: Scores | None, expected: Scores, *, k: int) -> None:
-    assert scores is not None and scores.top_ids_TK is not None and scores.top_logp_TK is not None
-    assert expected.top_ids_TK is not None and expected.top_logp_TK is not None
-    torch.testing.assert_close(scores.logp_T, expected.logp_T, rtol=0, atol=0)
-    torch.testing.assert_close(scores.top_ids_TK, expected.top_ids_TK[:, :k], rtol=0, atol=0)
-    torch.testing.assert_close(scores.top_logp_TK, expected.top_logp_TK[:, :k], rtol=0, atol=0)
 
 
 def test_scores_come_back_bit_for_bit_with_any_smaller_k(tmp_path: Path) -> None:
@@ -117,21 +101,9 @@ def _write_scores(store: ScoreStore, num: int) -> list[Path]:
     return [*store.folder.glob("??/*")]
 
 
-def _write_and_read(folder: Path, seed: int) -> None:
-    """The same forty scores as the other processes, which also remove old ones all the time."""
-    store = make_store(folder, max_bytes=6000)
-    for i in range(120):
-        request = replace(REQUEST, token_ids=(3, 4, 5, (i * (seed + 7)) % 40))
-        scores = store.read(request, top_k=3, device=CPU)
-        expected = make_scores(request.token_ids[-1])
-        if scores is not None:
-            assert_equal(scores, expected, k=3)
-        store.write(request, expected)
-
-
 def test_several_processes_write_read_and_remove_at_once(tmp_path: Path) -> None:
     context = get_context("spawn")
-    workers = [context.Process(target=_write_and_read, args=(tmp_path, seed)) for seed in range(3)]
+    workers = [context.Process(target=write_and_read, args=(tmp_path, seed)) for seed in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from courtside.engines.patches.windows import find_layer_window
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionVariant:
@@ -40,6 +38,15 @@ class AttentionVariant:
     @property
     def changes_softmax(self) -> bool:
         return self.softcap is not None or self.sinks_H is not None
+
+
+def find_layer_window(attention: Any) -> int | None:
+    """The window of an attention module by its config, for models that pass it only to masks."""
+    config = getattr(attention, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[attention.layer_idx] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None) or None
 
 
 def needs_own_softmax(model: Any) -> bool:

@@ -29,15 +29,6 @@ def find_window(model: Any) -> int | None:
     return int(window)
 
 
-def find_layer_window(attention: Any) -> int | None:
-    """The window of an attention module by its config, for models that pass it only to masks."""
-    config = getattr(attention, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds and kinds[attention.layer_idx] != "sliding_attention":
-        return None
-    return getattr(config, "sliding_window", None) or None
-
-
 def shrink_window(model: Any) -> Iterator[Patch]:
     """Patches by which the windows of the model's layers and masks are `PROBE_WINDOW` at most."""
     window = find_window(model)
