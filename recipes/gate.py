@@ -24,7 +24,7 @@ from courtside.environments.switchboard.environment import Switchboard
 from courtside.environments.switchboard.episode import habitual_reply
 from courtside.recipe.load import load_recipe
 from courtside.recipe.tasks import SwitchboardTasks
-from courtside.rollout.episodes import reply_passes
+from courtside.rollout.replies import reply_passes
 from courtside.rollout.single_turn import make_sampling
 from courtside.runtime import Runtime
 from courtside.seeds import seed_for

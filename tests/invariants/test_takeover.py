@@ -278,7 +278,7 @@ def test_a_first_step_without_any_takeover_stops(
     (task,) = parts.tasks.batch(0, 1)
     (draft,) = parts.rollout([task], 0)
     answer = replace(draft.turns[1], token_ids=(9, 1), completion_mask=(True,) * 2,
-                     sampler_logp=(-1.0,) * 2)  # fmt: skip
+                     sampler_logp=(-1.0,) * 2, policy_versions=())  # fmt: skip
     scored = parts.teacher([replace(draft, turns=(draft.turns[0], answer))])
     update = parts.student.step(0, scored)
     with pytest.raises(RunError, match=r"took over none of 1 drafts \(draft_ended\)"):

@@ -341,6 +341,10 @@ fused/types.py
 + self.support is not None
 - "forward_kl" if share == 0 else "reverse_kl"
 + "reverse_kl" if share == 0 else "forward_kl"
+- "teacher": slice(0, k)
++ "teacher": slice(1, k + 1)
+- slice(self.num_teacher, self.num_teacher + k)
++ slice(0, k)
 
 fused/torch_backend.py
 - reverse_kl_N=negative_N - block.dot(block.p_NV, block.logq_NV),
@@ -377,8 +381,10 @@ fused/torch_backend.py
 + plain_N[:, None], out=block.logp_NV)
 - logq_NV = torch.where((weight_N != 0)[:, None], logq_NV, logp_NV)
 + pass
-- target.logp_NK[:, : support.k]
-+ target.logp_NK[:, -support.k :]
+- target.select(support.k, support.of)[1].to
++ target.select(support.k, "teacher")[1].to
+- logq_NK.masked_fill(~keep_NK, -math.inf)
++ logq_NK
 - block.logp_NV.sub_(block.logq_NV)
 + block.logp_NV.add_(block.logq_NV)
 - value_N = -statistics.teacher_entropy_N - block.dot(block.q_NV, block.logp_NV)
