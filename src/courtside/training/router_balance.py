@@ -12,21 +12,56 @@ split.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from courtside.engines.forward.routing import ExpertRecord, PassRouting, Routers
 from courtside.ranks import Ranks
+from courtside.recipe.router_validation import LOSS_NAME
 from courtside.training.metrics import MetricAccumulator
+
+
+class StepRouting:
+    """The routing of one step's passes: compared with the sampler's, and balanced."""
+
+    def __init__(
+        self,
+        routers: Routers,
+        sequences: Sequence[tuple[ExpertRecord, int]],
+        *,
+        coefficient: float,
+        ranks: Ranks,
+        device: torch.device,
+    ):
+        """`sequences`: as for `RouterBalance`. `coefficient`: of the load-balancing loss; 0: it is
+        no part of the update."""
+        self.routers, self.coefficient = routers, coefficient
+        self.balance = None
+        if coefficient:
+            self.balance = RouterBalance(routers, sequences, ranks=ranks, device=device)
+
+    def finish_forward(self, metrics: MetricAccumulator) -> Tensor | None:
+        """Of the pass that has just run: records what its routers select, and returns its part of
+        the weighted load-balancing loss."""
+        routing = self.routers.current
+        if routing is None:
+            return None
+        record_routing(routing, metrics)
+        part = None if self.balance is None else self.balance.part(routing)
+        routing.logits.clear()  # with their graph
+        if part is None:
+            return None
+        metrics.add_loss(LOSS_NAME, part)
+        return part * self.coefficient
 
 
 class RouterBalance:
     def __init__(
         self,
         routers: Routers,
-        sequences: Iterable[tuple[ExpertRecord, int]],
+        sequences: Sequence[tuple[ExpertRecord, int]],
         *,
         ranks: Ranks,
         device: torch.device,

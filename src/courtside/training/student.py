@@ -52,7 +52,7 @@ from courtside.training.loss_terms import (
 from courtside.training.metrics import MetricAccumulator, record_losses, step_metrics
 from courtside.training.optimizer import make_optimizer
 from courtside.training.preference import weigh_preferences
-from courtside.training.router_balance import RouterBalance, record_routing
+from courtside.training.router_balance import StepRouting
 from courtside.training.shards import gather_whole
 from courtside.training.token_batch import forward_ids, gather_trained, make_token_batch
 from courtside.training.weights import StudentWeights
@@ -88,8 +88,8 @@ class Student:
         check_divergences(recipe.losses)
         self.batch: Sequence[Scored] = ()
         """Records of the last step of all ranks, by id; empty on a rank alone."""
-        self._balance: RouterBalance | None = None
-        """The step's load-balancing loss; None: the recipe has none."""
+        self._routing: StepRouting | None = None
+        """Of a mixture of experts whose routing is recorded."""
         self._cast_weights: CastWeights | None = None
         """Head weights in the matmul dtype, cast once a step on a CPU, where casting is slow."""
 
@@ -156,7 +156,14 @@ class Student:
             micro_batches = self._micro_batches(batch, trained)
             progress = PhaseProgress(total=len(micro_batches), unit="micro-batches")
             self.progress.phase = progress
-            self._balance = self._make_balance(batch, trained)
+            if self.passes.routers is not None:
+                self._routing = StepRouting(
+                    self.passes.routers,
+                    [(s.trajectory.routed_experts, len(forward_ids(s, trained))) for s in batch],
+                    coefficient=self.recipe.student.router_aux_loss_coef,
+                    ranks=self.ranks,
+                    device=self.weights.device,
+                )
             # Ranks gather layers together, so each has as many passes as the others.
             num_passes = self.ranks.max(len(micro_batches))
             for index in range(num_passes):
@@ -169,15 +176,6 @@ class Student:
         student, teacher, harmful = _copy_to_host(logps, trained)
         gather = self.ranks.gather_dicts
         return LogProbs(gather(student), gather(teacher), gather(harmful))
-
-    def _make_balance(
-        self, scored: Sequence[Scored], trained: TrainedTokens
-    ) -> RouterBalance | None:
-        routers = self.passes.routers
-        if routers is None or not self.recipe.student.router_aux_loss_coef:
-            return None
-        sequences = [(s.trajectory.routed_experts, len(forward_ids(s, trained))) for s in scored]
-        return RouterBalance(routers, sequences, ranks=self.ranks, device=self.weights.device)
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
@@ -290,7 +288,7 @@ class Student:
     ) -> None:
         """One forward and backward pass; adds its log-probs to `logps`."""
         hidden_ND, micro, spans, harmful = self._forward(micro, trained)
-        balance = self._look_at_routing(metrics)
+        balance = None if self._routing is None else self._routing.finish_forward(metrics)
         logps.teacher.update(
             {s.trajectory.id: s.target.logp_T for s in micro if s.deferred and s.target}
         )
@@ -379,20 +377,6 @@ class Student:
                 if self.recipe.hints.harmful == "drop":
                     harmful = find_harmful_hints(self.head, micro, hidden_ND, spans, trained)
         return MicroBatchForward(hidden_ND, micro, spans, harmful)
-
-    def _look_at_routing(self, metrics: MetricAccumulator) -> Tensor | None:
-        """Of the pass that has just run: records what its routers selected, and returns its part
-        of the weighted load-balancing loss."""
-        routing = None if self.passes.routers is None else self.passes.routers.current
-        if routing is None:
-            return None
-        record_routing(routing, metrics)
-        part = None if self._balance is None else self._balance.part(routing)
-        routing.logits.clear()
-        if part is None:
-            return None
-        metrics.add_loss(LOSS_NAME, part)
-        return part * self.recipe.student.router_aux_loss_coef
 
     def _apply_gradients(self, step: int, rate: float, metrics: MetricAccumulator) -> None:
         """Clip the gradients and update the weights, unless a loss or gradient is not finite."""

@@ -20,7 +20,7 @@ RECORDED = Sampling(max_new_tokens=6, temperature=0.7, return_routed_experts=Tru
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_router_is_found_in_the_order_of_a_pass(kind: str) -> None:
+def test_routers_come_in_the_order_of_a_pass(kind: str) -> None:
     model = mixture(kind)
     routers = find_routers(model)
     assert isinstance(routers, Routers)
