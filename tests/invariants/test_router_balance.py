@@ -94,9 +94,11 @@ def test_value_and_gradient_are_those_of_the_whole_batch(
     value, _ = naive_balance(model, scored, replays=parts.recipe.student.router_replay)
     trained = parts.student.weights.trained
     gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
-    named = zip(trained.items(), gradients, strict=True)
     expected = flatten_gradients(
-        {n: torch.zeros_like(p) if g is None else g for (n, p), g in named}
+        {
+            name: torch.zeros_like(parameter) if gradient is None else gradient
+            for (name, parameter), gradient in zip(trained.items(), gradients, strict=True)
+        }
     )
     assert float(expected.norm()) > 1e-3 and float(value) > TOP_K
 

@@ -175,12 +175,12 @@ def test_turns_of_episodes_replay_with_their_experts(
         assert processed[:-1] == [len(turn.token_ids) for turn in t.turns[:-2]]
     jitter_routers(model)
     if reads_hints:
-        given = [
+        turn_hints = [
             Hint(trajectory=t.id, turn=turn, text=f"Look again, {turn}.", source="rules")
             for t in trajectories
             for turn in t.hintable_turns[:2]
         ]
-        scored = parts.teacher(trajectories, given)
+        scored = parts.teacher(trajectories, turn_hints)
         assert all(s.deferred is not None for s in scored)
     else:
         scored = parts.teacher(trajectories)
