@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from courtside.engines.forward.routing import Routers
 from courtside.engines.local import LocalEngine
+from courtside.engines.routing import Routers
 from courtside.errors import ModelError
 from courtside.recipe import Recipe
 from courtside.training.student import Student

@@ -31,7 +31,6 @@ from courtside.engines.base import (
 )
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.engines.forward.forward import ForwardPasses, probe_forward_passes, score_positions
-from courtside.engines.forward.routing import Routers, find_routers
 from courtside.engines.forward.state_branches import find_separate_reason, score_state_trees
 from courtside.engines.forward.state_passes import StatePasses
 from courtside.engines.forward.state_probe import probe_state_passes
@@ -57,6 +56,7 @@ from courtside.engines.probes import (
     probe_kv_cache,
 )
 from courtside.engines.rope import fix_rope
+from courtside.engines.routing import Routers, find_routers
 from courtside.errors import ModelError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.types import Sample

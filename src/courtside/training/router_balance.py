@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from courtside.engines.forward.routing import ExpertRecord, PassRouting, Routers
+from courtside.engines.routing import ExpertRecord, PassRouting, Routers
 from courtside.ranks import Ranks
 from courtside.recipe.router_validation import LOSS_NAME
 from courtside.training.metrics import MetricAccumulator

@@ -21,10 +21,10 @@ from courtside.engines.forward.forward import (
     default_chunk_size,
     probe_forward_passes,
 )
-from courtside.engines.forward.routing import Routers, find_routers
 from courtside.engines.forward.tree_scoring import TrunkCache
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers
+from courtside.engines.routing import Routers, find_routers
 from courtside.errors import NotFiniteError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.ranks import ALONE, Ranks

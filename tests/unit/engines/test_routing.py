@@ -12,7 +12,7 @@ from support.model_kinds import ModelKind, build_model
 from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
-from courtside.engines.forward.routing import Routers, find_routers
+from courtside.engines.routing import Routers, find_routers
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.local import LocalEngine
 
@@ -202,3 +202,13 @@ def test_a_shared_prefix_has_the_experts_of_its_first_sequence() -> None:
     assert by_sequence == [[4] * 40 + [-1], [4] * 42, [6] * 2]
     assert routing.counts_N is not None
     assert routing.counts_N[spans[0].indices(range(41))].tolist() == [1] * 40 + [0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fast_paths_do_not_depend_on_which_experts_rounding_selects(kind: str) -> None:
+    """A probe's example goes to other experts in another batch, and that is no fault of a path."""
+    model = mixture(kind)
+    make_near_ties(model)
+    engine = LocalEngine(model, tiny_tokenizer(), name=kind)
+    assert engine.passes.padding_reason is None and engine.passes.unshared_reason is None
+    assert engine.stateless_reason is None and engine.separate_branches_reason is None

@@ -29,7 +29,6 @@ from courtside.engines.forward.batching import (
     pad_right,
     tensor_on,
 )
-from courtside.engines.forward.routing import ExpertRecord, Routers
 from courtside.engines.forward.varlen import (
     DEFAULT_BACKEND,
     VARLEN_ATTENTION,
@@ -44,14 +43,15 @@ from courtside.engines.patches.attention import attn_implementation
 from courtside.engines.patches.capped_attention import needs_own_softmax
 from courtside.engines.patches.fused_layers import FusedLayers
 from courtside.engines.patches.patch import Patch, apply_patches, eval_mode, patch_attention
+from courtside.engines.probe_inputs import probe_ids
 from courtside.engines.probes import (
     PROBE_LENGTHS,
     distance_from_plain_forward,
     find_batch_problem,
     find_unsupported_attention,
-    probe_ids,
     run_probe,
 )
+from courtside.engines.routing import ExpertRecord, Routers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,6 @@ from courtside.engines.forward.batching import (
     split_prefill,
     tensor_on,
 )
-from courtside.engines.forward.routing import Routers
 from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.kv_cache import (
     MAX_CACHED_GRAPHS,
@@ -34,6 +33,7 @@ from courtside.engines.generation.kv_cache import (
 from courtside.engines.generation.sampler import SampleBuffer
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import new_positions
+from courtside.engines.routing import Routers
 from courtside.types import Sample
 
 PREFILL_STEP = 32

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from courtside.engines.base import Sampling
-from courtside.engines.forward.routing import Routers, RowRouting
 from courtside.engines.generation.cuda_graphs import CudaGraphs, StepGraph
 from courtside.engines.generation.sampler import sample_from_hidden, stack_uniforms
 from courtside.engines.lm_head import LMHead
@@ -34,6 +33,7 @@ from courtside.engines.patches.attention import (
 )
 from courtside.engines.patches.fused_layers import append_kv
 from courtside.engines.patches.patch import apply_patches, patch_attention
+from courtside.engines.routing import Routers, RowRouting
 
 ROW_STEP = 8
 POSITION_STEP = 128

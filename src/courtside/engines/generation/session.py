@@ -25,7 +25,6 @@ from courtside.engines.forward.batching import (
     pad_right,
     split_prefill,
 )
-from courtside.engines.forward.routing import Routers, RowRouting
 from courtside.engines.generation.sampler import SampleBuffer, sample_tokens, stack_uniforms
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import (
@@ -36,6 +35,7 @@ from courtside.engines.patches.attention import (
 )
 from courtside.engines.patches.onednn_prepack import make_prepacked_patches
 from courtside.engines.patches.patch import Patch, apply_patches
+from courtside.engines.routing import Routers, RowRouting
 from courtside.types import Sample
 
 MIN_CAPACITY = 256

@@ -12,15 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from courtside.engines.forward.batching import SequenceSpan
 from courtside.engines.patches.patch import Patch, apply_patches, eval_mode
-from courtside.engines.probes import PROBE_ERRORS, probe_ids
+from courtside.engines.probe_inputs import PROBE_ERRORS, probe_ids
+
+if TYPE_CHECKING:
+    from courtside.engines.forward.batching import SequenceSpan
 
 TOP_K = (torch.topk, torch.Tensor.topk)
 ExpertRecord = Sequence[Tensor]
@@ -80,7 +82,9 @@ class _WatchedTopK(TorchFunctionMode):
         if self.replayed_NK is None:
             return result
         scores = args[0] if args else kwargs["input"]
-        replayed = self.replayed_NK.view(result.indices.shape)
+        replayed = self.replayed_NK
+        if len(replayed) > 1:  # else the same experts for all
+            replayed = replayed.view(result.indices.shape)
         indices = torch.where(replayed == UNKNOWN, result.indices, replayed)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
@@ -160,6 +164,19 @@ class Routers:
         before, self.current = self.current, PassRouting()
         try:
             yield self.current
+        finally:
+            self.current = before
+
+    @contextmanager
+    def fix_experts(self) -> Iterator[None]:
+        """All tokens of all passes go to the same experts, whatever their scores."""
+        before = self.current
+        device = next(self.routers[0].module.parameters()).device
+        experts_1LK = torch.arange(self.top_k, device=device).expand(1, *self.shape)
+        self.current = PassRouting(experts_1LK)
+        try:
+            with apply_patches(self.patches()):
+                yield
         finally:
             self.current = before
 
