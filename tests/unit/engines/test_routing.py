@@ -12,9 +12,9 @@ from support.model_kinds import ModelKind, build_model
 from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
-from courtside.engines.routing import Routers, find_routers
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.local import LocalEngine
+from courtside.engines.routing import Routers, find_routers
 
 RECORDED = Sampling(max_new_tokens=6, temperature=0.7, return_routed_experts=True)
 
