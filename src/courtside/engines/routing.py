@@ -147,7 +147,7 @@ class Routers:
             return forward(*args, **kwargs)
         replayed_NLK = routing.replayed_NLK
         watched = _WatchedTopK(
-            router.num_topk, None if replayed_NLK is None else replayed_NLK[:, layer]
+            router.num_topk, None if replayed_NLK is None else replayed_NLK[:, layer].long()
         )
         with watched:
             output = forward(*args, **kwargs)
@@ -202,7 +202,7 @@ class Routers:
         """The next pass is compared with `records`, one for each sequence. Where sequences share a
         prefix, its experts are those of the first of them that has a record."""
         shape = (num_positions, *self.shape)
-        recorded_NLK = torch.full(shape, UNKNOWN, dtype=torch.long)
+        recorded_NLK = torch.full(shape, UNKNOWN, dtype=torch.int16)  # a copy to the device a pass
         counts_N = torch.zeros(num_positions, dtype=torch.long)
         rows = list(zip(spans, records, lengths, strict=True))
         for span, parts, length in reversed(rows):  # the first sequence has the last word
@@ -213,7 +213,7 @@ class Routers:
             count, start = min(len(record), length), 0
             for part in span.slices(count):
                 end = start + part.stop - part.start
-                recorded_NLK[part] = record[start:end].long()
+                recorded_NLK[part] = record[start:end].to(torch.int16)
                 counts_N[part] += 1
                 start = end
         recorded_NLK, counts_N = recorded_NLK.to(device), counts_N.to(device)
