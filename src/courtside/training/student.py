@@ -353,7 +353,9 @@ class Student:
         if balance is None:
             hidden_ND.backward(torch.cat(gradients))
         else:
-            torch.autograd.backward([hidden_ND, balance], [torch.cat(gradients), None])
+            torch.autograd.backward(
+                [hidden_ND, balance], [torch.cat(gradients), torch.ones_like(balance)]
+            )
         return dict(zip(counts, torch.cat(logps).split(list(counts.values())), strict=True))
 
     def _forward(self, micro: Sequence[Scored], trained: TrainedTokens) -> MicroBatchForward:

@@ -35,7 +35,7 @@ from courtside.engines.patches.attention import (
 )
 from courtside.engines.patches.onednn_prepack import make_prepacked_patches
 from courtside.engines.patches.patch import Patch, apply_patches
-from courtside.engines.routing import Routers, RowRouting
+from courtside.engines.routing import PassRouting, Routers, RowRouting
 from courtside.types import Sample
 
 MIN_CAPACITY = 256
@@ -298,7 +298,9 @@ class CachedSession:
             [self.length[row] for row in rows], num_new,
             capacity=self.num_positions, device=self.device,
         )  # fmt: skip
-        recording = nullcontext() if self.routing is None else self.routing.routers.record()
+        recording: AbstractContextManager[PassRouting | None] = nullcontext()
+        if self.routing is not None:
+            recording = self.routing.routers.record()
         with recording as pass_routing:
             out = self.model.base_model(
                 input_ids=ids_BN,
