@@ -105,6 +105,10 @@ class Sample:
     """Without special tokens, cut before a stop string."""
     policy_versions: tuple[VersionSpan, ...] = ()
     """The weights of each token, where the engine reports them; empty: one version for all."""
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
+    """[tokens, layers, experts per token], small integers: the experts of a mixture that each token
+    went to, of the request's prompt and then of all sampled tokens but the last, which has not been
+    through the model. None: not asked for, or not recorded by the engine."""
 
     def oldest_version(self, requested: int) -> int:
         """`requested`: the version that the engine had when the sample was requested."""
@@ -164,11 +168,24 @@ class Turn:
     """What the environment calls the decision that an assistant turn made; see `Observation`."""
     policy_versions: tuple[VersionSpan, ...] = ()
     """The student's weights that sampled each span of `token_ids`; empty: it sampled none."""
+    routed_experts: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    """Concatenated: the experts of its first tokens when the student sampled, as in `Sample`. They
+    are in memory until the step has trained, and in no file."""
 
     def __post_init__(self) -> None:
+        assert self.num_routed <= len(self.token_ids)
         assert len(self.completion_mask) == len(self.token_ids) >= self.num_generation_prompt_tokens
         assert all(span.end <= len(self.token_ids) for span in self.policy_versions)
         assert self.sampler_logp is None or len(self.sampler_logp) == len(self.token_ids)
+
+    @property
+    def num_routed(self) -> int:
+        """How many of its first tokens have their experts recorded."""
+        return sum(map(len, self.routed_experts))
+
+    def with_experts(self, experts: Tensor) -> Turn:
+        """`experts`: of the tokens that follow those whose experts it has."""
+        return replace(self, routed_experts=(*self.routed_experts, experts))
 
     def as_context(self) -> Turn:
         """The same ids, of which none trains."""
@@ -256,9 +273,23 @@ class Trajectory:
             versions += compress(of_turn, turn.completion_mask)
         return tuple(versions)
 
+    @property
+    def routed_experts(self) -> tuple[Tensor, ...]:
+        """Concatenated: the experts of its first tokens, up to the first that has none recorded."""
+        parts: list[Tensor] = []
+        for turn in self.turns:
+            parts += turn.routed_experts
+            if turn.num_routed < len(turn.token_ids):
+                break
+        return tuple(parts)
+
+    def without_experts(self) -> Trajectory:
+        turns = tuple(replace(turn, routed_experts=()) for turn in self.turns)
+        return replace(self, turns=turns)
+
     def as_teacher(self) -> Trajectory:
         """The same, as a teacher sampled it: no weights of the student had a part in it."""
-        turns = tuple(replace(turn, policy_versions=()) for turn in self.turns)
+        turns = tuple(replace(turn, policy_versions=(), routed_experts=()) for turn in self.turns)
         return replace(self, source="teacher", policy_version=None, turns=turns)
 
     @property
@@ -478,7 +509,8 @@ class Scored:
 
     def to_record(self) -> Scored:
         target, reference = (t and t.to_record() for t in (self.target, self.reference))
-        return replace(self, target=target, reference=reference)
+        trajectory = self.trajectory.without_experts()
+        return replace(self, trajectory=trajectory, target=target, reference=reference)
 
     @property
     def has_target(self) -> bool:

@@ -14,6 +14,7 @@ from courtside.assemble.rollouts import (
     make_offline_rollout,
     make_single_turn_rollout,
 )
+from courtside.assemble.routing import check_routing
 from courtside.assemble.servers import connect_servers, make_served_student
 from courtside.assemble.sharded import note_idle_ranks, refuse_sharded
 from courtside.assemble.takeovers import make_takeover
@@ -96,6 +97,7 @@ def assemble(
         vocab_size=models.vocab_size, pad_id=local.pad_id, progress=progress,
     )  # fmt: skip
 
+    check_routing(recipe, local, student)
     score_first_reason = None
     if recipe.reader is not None:
         score_first_reason = find_reason_to_score_first(recipe, student, local)

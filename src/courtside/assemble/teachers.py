@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -115,7 +115,12 @@ class TeacherFactory:
             want=score_needs.want,
             top_k=score_needs.top_k,
             likely_ids=(
-                partial(find_likely_ids, self.local, score_needs.given_k)
+                partial(
+                    find_likely_ids,
+                    self.local,
+                    score_needs.given_k,
+                    replays=self.recipe.student.router_replay,
+                )
                 if score_needs.given_k
                 else None
             ),
@@ -299,11 +304,14 @@ def choose_want(recipe: Recipe, engine: Engine) -> ScoreNeeds:
 
 
 def find_likely_ids(
-    local: LocalEngine, k: int, trajectories: Sequence[Trajectory]
+    local: LocalEngine, k: int, trajectories: Sequence[Trajectory], *, replays: bool = False
 ) -> dict[str, Tensor]:
     """By trajectory id: the student's k likeliest tokens [T, k] where it sampled, most likely
-    first."""
-    requests = [ScoreRequest.of_trajectory(trajectory) for trajectory in trajectories]
+    first. `replays`: through the experts that it selected when it sampled."""
+    requests = [
+        replace(ScoreRequest.of_trajectory(t), routed_experts=t.routed_experts if replays else ())
+        for t in trajectories
+    ]
     scores = local.score(requests, want="top_k", top_k=k)
     ids = {t.id: s.top_ids_TK for t, s in zip(trajectories, scores, strict=True)}
     return {id: ids_TK for id, ids_TK in ids.items() if ids_TK is not None}

@@ -71,11 +71,13 @@ def make_trajectory(
     preference: Literal["better", "worse"] | None = None,
 ) -> Trajectory:
     """A single-turn trajectory. A text from a data set has no sampler log-probs."""
+    experts = sample.routed_experts if source == "student" else None
     prompt = Turn(
         role="prompt",
         text=format_messages(task.messages),
         token_ids=prompt_ids,
         completion_mask=(False,) * len(prompt_ids),
+        routed_experts=() if experts is None else (experts[: len(prompt_ids)],),
     )
     answer = Turn(
         role="assistant",
@@ -84,6 +86,7 @@ def make_trajectory(
         completion_mask=(True,) * len(sample.token_ids),
         sampler_logp=None if source == "dataset" else sample.logp,
         policy_versions=() if policy_version is None else sample.version_spans(policy_version),
+        routed_experts=() if experts is None else (experts[len(prompt_ids) :],),
     )
     return Trajectory(
         id=id,

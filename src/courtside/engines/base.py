@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from courtside.types import Branch, Sample, Trajectory
@@ -35,6 +35,8 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    return_routed_experts: bool = False
+    """Whether samples are to have `routed_experts`, where the model has any and the engine can."""
 
     @property
     def truncates(self) -> bool:
@@ -70,6 +72,8 @@ class ScoreRequest:
     given_ids: tuple[tuple[int, ...], ...] | None = None
     """For each of the T tokens: other ids at its position whose log-probs are asked for, as many
     for all; None: none are."""
+    routed_experts: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    """Concatenated: experts of its first tokens, which a mixture's routers are to select."""
 
     def __post_init__(self) -> None:
         assert self.temperature > 0, "greedy decoding has no log-probs"

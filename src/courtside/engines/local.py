@@ -56,6 +56,7 @@ from courtside.engines.probes import (
     probe_kv_cache,
 )
 from courtside.engines.rope import fix_rope
+from courtside.engines.routing import Routers, find_routers
 from courtside.errors import ModelError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.types import Sample
@@ -222,7 +223,18 @@ class LocalEngine:
             row_capacity=row_capacity or 0,
             make_buffer=self.make_buffer,
             autocast_context=self.autocast_context,
+            routers=self.recorded_routers,
         )
+
+    @cached_property
+    def routers(self) -> Routers | str | None:
+        """Of a mixture of experts; a text: why its routing can be neither recorded nor replayed."""
+        with self.autocast_context():
+            return find_routers(self.model)
+
+    @property
+    def recorded_routers(self) -> Routers | None:
+        return self.routers if isinstance(self.routers, Routers) else None
 
     def _recurrent_session(
         self, num_rows: int, passes: StatePasses, *, retain_states: bool = True
@@ -269,6 +281,7 @@ class LocalEngine:
             make_buffer=self.make_buffer,
             # Without autocast's weight cache: a CUDA graph would go on with the cached weights.
             autocast_context=self._make_autocast(cache_enabled=False),
+            routers=self.recorded_routers,
         )
 
     @cached_property
@@ -328,7 +341,12 @@ class LocalEngine:
             progress = self.progress.phase = PhaseProgress(total=len(batches), unit="passes")
             for batch in batches:
                 batch_requests = [requests[i] for i in batch]
-                hidden_ND, spans = passes.forward([r.token_ids for r in batch_requests])
+                records = [r.routed_experts for r in batch_requests]
+                hidden_ND, spans = passes.forward(
+                    [r.token_ids for r in batch_requests],
+                    records=records if any(records) else None,
+                    replays=True,
+                )
                 scores = score_positions(
                     self.head, hidden_ND, spans, batch_requests, want=want, top_k=top_k
                 )
@@ -341,7 +359,12 @@ class LocalEngine:
         """How sequences are batched; its `padding_reason` says why they are not packed."""
         with self.autocast_context():
             fused_layers = find_fused_layers(self.model, self.head, self.autocast)
-            return probe_forward_passes(self.model, pad_id=self.pad_id, fused_layers=fused_layers)
+            return probe_forward_passes(
+                self.model,
+                pad_id=self.pad_id,
+                fused_layers=fused_layers,
+                routers=self.recorded_routers,
+            )
 
     def _patch_model(self) -> AbstractContextManager[None]:
         """For scoring, inside autocast."""

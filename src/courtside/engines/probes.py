@@ -23,7 +23,9 @@ from courtside.engines.patches.attention import (
 from courtside.engines.patches.capped_attention import needs_own_softmax
 from courtside.engines.patches.patch import apply_patches, eval_mode, patch_attention
 from courtside.engines.patches.windows import PROBE_WINDOW, find_layer_kinds, shrink_window
+from courtside.engines.probe_inputs import PROBE_ERRORS, probe_ids
 from courtside.engines.rope import LENGTH_DEPENDENT, find_rope_types, is_rope_fixed
+from courtside.engines.routing import Routers, find_routers
 
 SPARSE_ATTENTION_FIELDS = (
     "attention_window", "attention_window_size", "index_topk", "keep_window_size",
@@ -31,14 +33,8 @@ SPARSE_ATTENTION_FIELDS = (
 )  # fmt: skip
 """Config fields by which some models restrict attention in a way of their own."""
 
-
 MAX_ERROR = 2e-3
 """Relative, of float32 hidden states: rounding leaves 1e-5, TF32 on a GPU 1e-3."""
-PROBE_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
-    ValueError,
-)  # fmt: skip
-"""What a model raises that cannot run an example; some models of transformers assert."""
 
 
 def find_unsupported_attention(model: Any) -> str | None:
@@ -85,17 +81,22 @@ def run_probe(
     """What is wrong with an example whose relative error is `compute_error()`; None: nothing.
     `max_error`: in float32. `shrinks_window`: windows are small meanwhile, so that the example
     crosses them."""
+    limit = max_error_16bit if is_16bit(model) else max_error
     try:
         with eval_mode(model):
             if shrinks_window and not window_is_in_effect(model):
                 return "its sliding window cannot be made smaller for a small example"
             with apply_patches(shrink_window(model) if shrinks_window else ()):
                 error = compute_error()
+                if not error < limit and isinstance(routers := find_routers(model), Routers):
+                    # Rounding may have sent tokens to other experts: once more without a choice.
+                    with routers.fix_experts():
+                        error = compute_error()
     except torch.OutOfMemoryError:
         raise
     except PROBE_ERRORS as e:
         return f"a small example fails ({type(e).__name__}: {e})"
-    if not error < (max_error_16bit if is_16bit(model) else max_error):
+    if not error < limit:
         return "on a small example its hidden states are not those of separate passes"
     return None
 
@@ -145,13 +146,6 @@ def find_batch_problem(model: Any) -> str | None:
     config = model.config.get_text_config()
     names = [name for name in BLOCK_FIELDS if getattr(config, name, None)]
     return f"its {names[0]} selects blocks or tokens, which padding may change" if names else None
-
-
-def probe_ids(model: Any, length: int, seed: int) -> list[int]:
-    """Other ids for each seed, at most as many as the model has positions."""
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
-    return [1 + (7 * i * i + 5 * seed + i) % (vocab_size - 1) for i in range(min(length, longest))]
 
 
 def probe_causality(model: Any) -> str | None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -63,6 +64,14 @@ class StudentConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time, the same
     result."""
+    router_replay: bool = False
+    """For a mixture of experts: the update's forward passes select the experts that the sampler
+    selected for the same tokens, with weights from the current routers, which get their gradient.
+    Off, rounding sends some tokens to other experts (`sampler/routing_diff`). See
+    docs/supported-models.md."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Coefficient of the load-balancing loss of Switch Transformers over the student's routers; 0:
+    it is no part of the update, whatever the model's config says. See docs/algorithm.md."""
     context_length: PositiveInt | None = None
     """Tokens of the longest sequence. Unset: as many as the model has positions; where its RoPE
     factors depend on the length (longrope, dynamic NTK), the length that it was first trained with.

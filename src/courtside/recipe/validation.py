@@ -19,6 +19,7 @@ from courtside.recipe.reward_validation import (
     find_route_problems,
 )
 from courtside.recipe.rollout import LimitsConfig
+from courtside.recipe.router_validation import find_router_problems
 from courtside.recipe.server_validation import find_server_problems
 from courtside.recipe.store_validation import find_store_problems
 from courtside.recipe.takeover_validation import find_takeover_problems
@@ -68,6 +69,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
                 yield f"{path}: {text.replace('Input should be', 'must be', 1)}"
     yield from find_takeover_problems(recipe)
     yield from find_mixed_sampling_problems(recipe)
+    yield from find_router_problems(recipe)
     yield from find_server_problems(recipe)
     yield from find_store_problems(recipe)
     yield from _environment_problems(recipe)

@@ -130,9 +130,29 @@ class EpisodeState:
         if self.oldest_version is not None:
             versions.append(self.oldest_version)
         self.oldest_version = min(versions, default=None)
+        num_new = self._add_experts(sample)
         events = () if observation is None else observation.events
         decision = None if observation is None else observation.decision
-        self._append(template.assistant_turn(sample, events, decision))
+        turn = template.assistant_turn(sample, events, decision)
+        if num_new is not None and sample.routed_experts is not None:
+            turn = turn.with_experts(sample.routed_experts[num_new:])
+        self._append(turn)
+
+    def _add_experts(self, sample: Sample) -> int | None:
+        """To the turns that this sample's pass over `pending_ids` was the first to process: the
+        last ones, and the last token of the turn before them. Returns how many tokens that were;
+        None: the prompt was another model's."""
+        experts = sample.routed_experts
+        if experts is None or self.request.prompt_ids is not None:
+            return None
+        start, num_pending = 0, len(self.pending_ids)
+        missing = [len(turn.token_ids) - turn.num_routed for turn in self.turns]
+        assert sum(missing) == num_pending, "a token's experts are recorded once"
+        for index, count in enumerate(missing):
+            if count:
+                self.turns[index] = self.turns[index].with_experts(experts[start : start + count])
+                start += count
+        return num_pending
 
     def finish(self, settings: EpisodeSettings) -> Trajectory:
         assert self.stop is not None

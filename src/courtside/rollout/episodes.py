@@ -67,7 +67,7 @@ class EpisodeRollout:
     def __post_init__(self) -> None:
         self.limits = self.config.limits
         self.max_tokens = min(self.limits.tokens or self.context_length, self.context_length)
-        self.sampling = make_sampling(self.config)
+        self.sampling = replace(make_sampling(self.config), return_routed_experts=True)
         self.faults = FaultMonitor(max_fraction=self.limits.max_fault_fraction)
         self.names = NameMonitor()
         self._expected_turns: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from courtside.chat.messages import make_trajectory
@@ -47,7 +47,7 @@ class SingleTurnRollout:
     progress: ProgressMeter = field(default_factory=ProgressMeter)
 
     def __post_init__(self) -> None:
-        self.sampling = make_sampling(self.config)
+        self.sampling = replace(make_sampling(self.config), return_routed_experts=True)
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         return sorted(self.sample(index_tasks(tasks), step), key=lambda t: t.id)

@@ -24,10 +24,12 @@ from courtside.engines.forward.forward import (
 from courtside.engines.forward.tree_scoring import TrunkCache
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers
+from courtside.engines.routing import Routers, find_routers
 from courtside.errors import NotFiniteError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.ranks import ALONE, Ranks
 from courtside.recipe import Recipe
+from courtside.recipe.router_validation import LOSS_NAME
 from courtside.seeds import seed_for
 from courtside.training.cpu_patches import GradientBuffers, RecomputedLayers, make_cpu_patches
 from courtside.training.head import CastWeights, backward_through_head
@@ -50,6 +52,7 @@ from courtside.training.loss_terms import (
 from courtside.training.metrics import MetricAccumulator, record_losses, step_metrics
 from courtside.training.optimizer import make_optimizer
 from courtside.training.preference import weigh_preferences
+from courtside.training.router_balance import StepRouting
 from courtside.training.shards import gather_whole
 from courtside.training.token_batch import forward_ids, gather_trained, make_token_batch
 from courtside.training.weights import StudentWeights
@@ -85,6 +88,8 @@ class Student:
         check_divergences(recipe.losses)
         self.batch: Sequence[Scored] = ()
         """Records of the last step of all ranks, by id; empty on a rank alone."""
+        self._routing: StepRouting | None = None
+        """Of a mixture of experts whose routing is recorded."""
         self._cast_weights: CastWeights | None = None
         """Head weights in the matmul dtype, cast once a step on a CPU, where casting is slow."""
 
@@ -111,6 +116,9 @@ class Student:
                 self.weights.publish()
         losses = {term.name: metrics.losses.get(term.name, float("nan")) for term in terms}
         weights = {term.name: term.loss.weight for term in terms}
+        if LOSS_NAME in metrics.losses:
+            losses[LOSS_NAME] = metrics.losses[LOSS_NAME]
+            weights[LOSS_NAME] = self.recipe.student.router_aux_loss_coef
         return Update(
             step=step,
             loss=sum(weights[name] * value for name, value in losses.items() if value == value),
@@ -148,6 +156,14 @@ class Student:
             micro_batches = self._micro_batches(batch, trained)
             progress = PhaseProgress(total=len(micro_batches), unit="micro-batches")
             self.progress.phase = progress
+            if self.passes.routers is not None:
+                self._routing = StepRouting(
+                    self.passes.routers,
+                    [(s.trajectory.routed_experts, len(forward_ids(s, trained))) for s in batch],
+                    coefficient=self.recipe.student.router_aux_loss_coef,
+                    ranks=self.ranks,
+                    device=self.weights.device,
+                )
             # Ranks gather layers together, so each has as many passes as the others.
             num_passes = self.ranks.max(len(micro_batches))
             for index in range(num_passes):
@@ -196,11 +212,14 @@ class Student:
         with self._autocast(), self.weights.gather_layers():
             model = self.weights.model
             fused_layers = find_fused_layers(model, self.head, self.weights.autocast)
+            # Not tried with shards of the routers.
+            routers = None if self.ranks.is_sharded else find_routers(model)
             return probe_forward_passes(
                 model,
                 pad_id=self.pad_id,
                 fused_layers=fused_layers,
                 uses_dropout=uses_dropout(model),
+                routers=routers if isinstance(routers, Routers) else None,
             )
 
     @contextmanager
@@ -269,6 +288,7 @@ class Student:
     ) -> None:
         """One forward and backward pass; adds its log-probs to `logps`."""
         hidden_ND, micro, spans, harmful = self._forward(micro, trained)
+        balance = None if self._routing is None else self._routing.finish_forward(metrics)
         logps.teacher.update(
             {s.trajectory.id: s.target.logp_T for s in micro if s.deferred and s.target}
         )
@@ -282,7 +302,11 @@ class Student:
             micro = [drop_turns(s, turns) for s in compress(micro, on)]
             spans = list(compress(spans, on))
         if micro:
-            logps.student.update(self._backward(hidden_ND, micro, spans, terms, remaining, metrics))
+            logps.student.update(
+                self._backward(hidden_ND, micro, spans, terms, remaining, metrics, balance)
+            )
+        elif balance is not None:
+            balance.backward()
         for id, hints in harmful.items():
             logps.student[id] = _merge_logps(
                 hints, logps.student.get(id), remaining.get(id), trained[id]
@@ -301,6 +325,7 @@ class Student:
         terms: Sequence[LossTerm],
         trained: TrainedTokens,
         metrics: MetricAccumulator,
+        balance: Tensor | None,
     ) -> dict[str, Tensor]:
         """Losses and gradients of a pass. By trajectory id: log-probs of the trained tokens."""
         hidden_ND = gather_trained(pass_hidden_ND, spans, micro, trained)
@@ -325,14 +350,24 @@ class Student:
             gradients.append(gradient_ND)
             logps.append(logp_N)
             start = end
-        hidden_ND.backward(torch.cat(gradients))
+        if balance is None:
+            hidden_ND.backward(torch.cat(gradients))
+        else:
+            torch.autograd.backward(
+                [hidden_ND, balance], [torch.cat(gradients), torch.ones_like(balance)]
+            )
         return dict(zip(counts, torch.cat(logps).split(list(counts.values())), strict=True))
 
     def _forward(self, micro: Sequence[Scored], trained: TrainedTokens) -> MicroBatchForward:
         """Deferred hints are scored over the pass's KV cache."""
         trunks = TrunkCache() if any(s.deferred for s in micro) else None
         ids = [forward_ids(s, trained) for s in micro]
-        hidden_ND, spans = self.passes.forward(ids, cache=trunks)
+        hidden_ND, spans = self.passes.forward(
+            ids,
+            cache=trunks,
+            records=[s.trajectory.routed_experts for s in micro],
+            replays=self.recipe.student.router_replay,
+        )
         harmful: dict[str, HarmfulHints] = {}
         if trunks is not None:
             # Some versions of torch would cache a cast weight without its graph.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,7 +113,8 @@ def test_the_recipe_decides_how_tokens_are_sampled() -> None:
     engine = Scribe()
     config = dict(max_new_tokens=9, temperature=0.6, top_p=0.9, top_k=7, min_p=0.01, stop=("\n\n",))
     rollout(engine, **config)(TASKS[:1], step=0)
-    assert engine.sampling == Sampling(**config)  # type: ignore[arg-type]
+    expected = Sampling(**config, return_routed_experts=True)  # type: ignore[arg-type]
+    assert engine.sampling == expected
 
 
 def test_everything_follows_from_seed_and_step() -> None:
@@ -248,7 +250,7 @@ def test_the_teacher_writes_the_rest() -> None:
     on_policy, off_policy = by_source(trajectories, "student"), by_source(trajectories, "teacher")
     assert (len(on_policy), len(off_policy)) == (8, 8)
     ((tasks, sampling, seeds),) = calls
-    assert sampling == engine.sampling
+    assert engine.sampling == replace(sampling, return_routed_experts=True)
     assert {t.task.id for t in off_policy} == {task.id for task in tasks}
     assert len(set(seeds) | {r.seed for r in engine.requests}) == 16, "no number is used twice"
     by_text = {

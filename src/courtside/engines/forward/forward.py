@@ -9,7 +9,7 @@ chunk of logits at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
@@ -43,14 +43,15 @@ from courtside.engines.patches.attention import attn_implementation
 from courtside.engines.patches.capped_attention import needs_own_softmax
 from courtside.engines.patches.fused_layers import FusedLayers
 from courtside.engines.patches.patch import Patch, apply_patches, eval_mode, patch_attention
+from courtside.engines.probe_inputs import probe_ids
 from courtside.engines.probes import (
     PROBE_LENGTHS,
     distance_from_plain_forward,
     find_batch_problem,
     find_unsupported_attention,
-    probe_ids,
     run_probe,
 )
+from courtside.engines.routing import ExpertRecord, Routers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,8 @@ class ForwardPasses:
     padded."""
     fused_layers: FusedLayers | None = None
     backend: VarlenBackend = DEFAULT_BACKEND
+    routers: Routers | None = None
+    """Of a mixture of experts whose routing can be compared and replayed."""
 
     def plan_batches(
         self,
@@ -100,30 +103,62 @@ class ForwardPasses:
             patches += self.fused_layers.patches
         if self.padding_reason is None:
             patches.append(patch_attention(self.model, VARLEN_ATTENTION))
-        with apply_patches(patches):
-            yield
+        if self.routers is not None:
+            patches += self.routers.patches()
+        try:
+            with apply_patches(patches):
+                yield
+        finally:
+            if self.routers is not None:
+                self.routers.current = None
 
     def forward(
-        self, sequences: Sequence[Sequence[int]], *, cache: Cache | None = None
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        cache: Cache | None = None,
+        records: Sequence[ExpertRecord] | None = None,
+        replays: bool = False,
     ) -> tuple[Tensor, Sequence[SequenceSpan]]:
         """Last hidden states [positions, D] of one batch, and the span of each sequence there.
 
-        `cache` retains the keys and values of a packed batch for tree scoring.
+        `cache` retains the keys and values of a packed batch for tree scoring. `records`: the
+        experts of each sequence's first tokens, which the pass is compared with and, if it
+        `replays`, uses (`routers.current`); None: routers run as they are.
         """
+        if self.routers is not None:
+            self.routers.current = None
         if self.padding_reason is not None:
             assert cache is None, "tree scoring needs a packed batch"
             if self.separate_reason is not None:
                 return self._forward_separately(sequences)
             ids_BL = pad_right(sequences, self.pad_id, self.model.device)
-            out = self.model.base_model(input_ids=ids_BL, use_cache=False)
             longest = ids_BL.shape[1]
             spans = [SequenceSpan(start=row * longest) for row in range(len(ids_BL))]
+            self._start_routing(ids_BL.numel(), spans, sequences, records, replays)
+            out = self.model.base_model(input_ids=ids_BL, use_cache=False)
             return out.last_hidden_state.flatten(0, 1), spans
         batch = pack_sequences(sequences, share_prefixes=self.unshared_reason is None)
         layout = make_packed_layout(batch, device=self.model.device, backend=self.backend)
         ids = [token for segment in batch.segments for token in segment.ids]
         positions = [s.first_position + n for s in batch.segments for n in range(len(s.ids))]
+        self._start_routing(len(ids), batch.spans, sequences, records, replays)
         return self._forward_packed(ids, positions, layout, cache), batch.spans
+
+    def _start_routing(
+        self,
+        num_positions: int,
+        spans: Sequence[SequenceSpan],
+        sequences: Sequence[Sequence[int]],
+        records: Sequence[ExpertRecord] | None,
+        replays: bool,
+    ) -> None:
+        if self.routers is not None and records is not None:
+            lengths = [len(ids) for ids in sequences]
+            self.routers.start_pass(
+                num_positions, spans, records, lengths,
+                replays=replays, device=self.model.device,
+            )  # fmt: skip
 
     def _forward_separately(
         self, sequences: Sequence[Sequence[int]]
@@ -153,7 +188,8 @@ class ForwardPasses:
             backend=self.backend,
         )
         rows = zip(first_positions, lengths, strict=True)
-        with eval_mode(self.model):
+        suspended = nullcontext() if self.routers is None else self.routers.suspend()
+        with eval_mode(self.model), suspended:
             return self._forward_packed(
                 [token for ids in sequences for token in ids],
                 [first + n for first, length in rows for n in range(length)],
@@ -251,6 +287,7 @@ def probe_forward_passes(
     fused_layers: FusedLayers | None = None,
     uses_dropout: bool = False,
     backend: VarlenBackend = DEFAULT_BACKEND,
+    routers: Routers | None = None,
 ) -> ForwardPasses:
     """The best strategy for this model. `uses_dropout`: the passes run in training mode with it."""
     padding_reason = probe_packing(model, backend)
@@ -270,6 +307,7 @@ def probe_forward_passes(
         separate_reason=separate_reason,
         fused_layers=fused_layers,
         backend=backend,
+        routers=routers,
     )
 
 

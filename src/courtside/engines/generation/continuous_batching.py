@@ -33,6 +33,7 @@ from courtside.engines.generation.kv_cache import (
 from courtside.engines.generation.sampler import SampleBuffer
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import new_positions
+from courtside.engines.routing import Routers
 from courtside.types import Sample
 
 PREFILL_STEP = 32
@@ -63,7 +64,9 @@ class ContinuousBatchingSession:
         make_buffer: Callable[[int, Sampling], SampleBuffer],
         autocast_context: Callable[[], AbstractContextManager[Any]],
         num_eager_prefills: int = NUM_EAGER_PREFILLS,
+        routers: Routers | None = None,
     ):
+        self.routers = routers
         self.num_eager_prefills = num_eager_prefills
         self.model, self.head, self.weights, self.num_rows = model, head, weights, num_rows
         self.make_buffer, self.autocast_context = make_buffer, autocast_context
@@ -105,6 +108,11 @@ class ContinuousBatchingSession:
             0,
         )
         self._grow(longest + sampling.max_new_tokens)
+        records = sampling.return_routed_experts and self.routers is not None
+        if records and self.routers is not None:
+            self.cache.start_recording(self.routers)
+        experts: dict[int, Tensor] = {}
+        start = {i: self.length[row] for row, i in assigned.items()}
         # Rows that are not in this batch append after what they have cached.
         self.cache.length_B.copy_(torch.tensor(self.length))
         with self.autocast_context(), self.weights.swap_in():
@@ -128,6 +136,8 @@ class ContinuousBatchingSession:
                 for (row, i), (ids, logps) in zip(finished.items(), outputs, strict=True):
                     buffer.extend(i, ids, logps)
                     self.length[row] += len(buffer.ids[i]) - 1  # the last token is not cached
+                    if records and self.cache.routing is not None:
+                        experts[i] = self.cache.routing.read(row, start.get(i, 0), self.length[row])
                 free += finished
                 is_worth_it = len(free) * REFILL_FRACTION >= self.num_rows or not running
                 if waiting and is_worth_it:
@@ -137,7 +147,7 @@ class ContinuousBatchingSession:
                         self.restart(row)
                     self._start(step, started, requests)
                     running |= started
-        return buffer.samples()
+        return [replace(s, routed_experts=experts.get(i)) for i, s in enumerate(buffer.samples())]
 
     def _start(
         self, step: DecodeStep, assigned: Mapping[int, int], requests: Sequence[SampleRequest]
@@ -149,7 +159,8 @@ class ContinuousBatchingSession:
         step.start(rows, hidden_BD, [requests[i].seed for i in assigned.values()])
 
     def _decode_step(self, sampling: Sampling, eos: frozenset[int]) -> DecodeStep:
-        key = (replace(sampling, stop=()), eos, weights_key(self.model), self.weights.key)
+        records = self.cache.routing is not None
+        key = (replace(sampling, stop=()), eos, weights_key(self.model), self.weights.key, records)
         return _get_or_make(
             self.cache.decode_steps,
             key,
@@ -189,6 +200,8 @@ class ContinuousBatchingSession:
             num_positions = max(len(prompts[row]) for row in copies)
             for layer in self.cache.hf_cache.layers:
                 layer.copy_rows(source_B, target_B, num_positions)
+            if self.cache.routing is not None:
+                self.cache.routing.copy_row(source_B, target_B, num_positions)
         for row, source in copies.items():
             self.length[row] = len(prompts[row])
             first_prompt = self._first_prompts.get(source)
@@ -212,7 +225,8 @@ class ContinuousBatchingSession:
             return None
         # The last token of a row is cached in its next turn, and the capacity grows before that.
         assert max(self.length) < cache.row_capacity, "the last position of every row is free"
-        key = (num_tokens, width, weights_key(self.model), self.weights.key)
+        records = cache.routing is not None
+        key = (num_tokens, width, weights_key(self.model), self.weights.key, records)
         cache.num_prefills[key] += 1
         if cache.num_prefills[key] <= self.num_eager_prefills:
             return None
@@ -254,11 +268,17 @@ class ContinuousBatchingSession:
             for i, layer in enumerate(self.cache.hf_cache.layers if any(self.length) else ())
             if layer.is_initialized
         }
+        routing = self.cache.routing
+        experts_BNLK = None if routing is None else routing.experts_BNLK.clone()
         # By at least half: many small growths would copy everything again and again.
         row_capacity = max(row_capacity, self.cache.row_capacity * 3 // 2)
         self.cache = self.pool.acquire(self.num_rows, row_capacity)
         for i, (keys, values) in cached.items():
             self.cache.hf_cache.layers[i].load(keys, values)
+        if routing is not None and experts_BNLK is not None:
+            self.cache.start_recording(routing.routers)
+            assert self.cache.routing is not None
+            self.cache.routing.load(experts_BNLK)
 
 
 def _get_or_make(steps: OrderedDict[Any, Step], key: Any, make: Callable[[], Step]) -> Step:

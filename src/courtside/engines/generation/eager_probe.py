@@ -10,12 +10,8 @@ import torch
 
 from courtside.engines.generation.left_padded import LeftPaddedBatch
 from courtside.engines.generation.uncached import DecodeBatch, SeparateRows
-from courtside.engines.probes import (
-    distance_from_plain_forward,
-    find_batch_problem,
-    probe_ids,
-    run_probe,
-)
+from courtside.engines.probe_inputs import probe_ids
+from courtside.engines.probes import distance_from_plain_forward, find_batch_problem, run_probe
 
 DecodePath = Literal["left_padded", "separate_rows", "uncached"]
 MAX_STEPS = 13

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any
 
@@ -32,6 +33,7 @@ from courtside.engines.patches.attention import (
 )
 from courtside.engines.patches.fused_layers import append_kv
 from courtside.engines.patches.patch import apply_patches, patch_attention
+from courtside.engines.routing import Routers, RowRouting
 
 ROW_STEP = 8
 POSITION_STEP = 128
@@ -41,6 +43,8 @@ MAX_CACHED_GRAPHS = 8
 MAX_IDLE_CACHE_BYTES = 2**30
 """Larger buffers are freed when no session uses them: the memory is worth more to an update than
 the tenth of a second in which buffers, graphs and shadow weights are made again."""
+ROUTING_BUFFER = -1
+"""Index of the buffer for experts among those of the layers."""
 STEPS_PER_SYNC = 4
 """Decode steps between checks for finished rows: a check waits for the GPU."""
 
@@ -107,6 +111,8 @@ class KVCache:
         self.prefill_patches = cached_attention_patches(pool.model)
         num_layers = pool.model.config.get_text_config().num_hidden_layers
         self.hf_cache = Cache(layers=[_Layer(self, i) for i in range(num_layers)])
+        self.routing: RowRouting | None = None
+        """Experts of what is cached, from the first call on that asks for them."""
         self.decode_steps: OrderedDict[Any, DecodeStep] = OrderedDict()
         self.prefill_steps: OrderedDict[Any, PrefillStep] = OrderedDict()
         self.num_prefills: Counter[Any] = Counter()
@@ -119,8 +125,12 @@ class KVCache:
         values are cached at these positions. They attend to the first `width` positions at most."""
         model = self._pool.model
         self.prefill_target = row_B, position_BN, width
+        index_B = self.row_B if row_B is None else row_B
         try:
-            with apply_patches(self.prefill_patches):
+            with (
+                apply_patches(self.prefill_patches),
+                record_rows(self.routing, index_B, position_BN),
+            ):
                 out = model.base_model(
                     input_ids=ids_BN,
                     attention_mask=cache_mask(model, position_BN, width),
@@ -132,6 +142,13 @@ class KVCache:
             self.prefill_target = None
         hidden_BND: Tensor = out.last_hidden_state
         return hidden_BND
+
+    def start_recording(self, routers: Routers) -> None:
+        """Record the experts of what is cached from now on."""
+        if self.routing is None:
+            shape = (self.num_rows, self.row_capacity, *routers.shape)
+            buffer = self._pool.buffer(self, ROUTING_BUFFER, prod(shape), routers.dtype)
+            self.routing = RowRouting(routers, buffer.view(shape))
 
     def allocate(self, index: int, states: Tensor, dtype: torch.dtype) -> Tensor:
         shape = (self.num_rows, states.shape[1], self.row_capacity, states.shape[3])
@@ -196,6 +213,12 @@ class KVCachePool:
         return self._buffers[index][:size]
 
 
+def record_rows(
+    routing: RowRouting | None, index_B: Tensor, position_BN: Tensor
+) -> AbstractContextManager[None]:
+    return nullcontext() if routing is None else routing.record(index_B, position_BN)
+
+
 def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
@@ -237,6 +260,7 @@ class DecodeStep:
         # Not the KV cache itself, which holds its steps: a cycle would outlive both until the
         # garbage collector runs.
         self.hf_cache, self.length_B = cache.hf_cache, cache.length_B
+        self.routing, self.row_B = cache.routing, cache.row_B
         self.prefixes = {
             "prefix_row_B": cache.prefix_row_B, "prefix_length_B": cache.prefix_length_B,
         }  # fmt: skip
@@ -304,9 +328,11 @@ class DecodeStep:
 
     def _step(self) -> None:
         rows = RowLengths(length_B=self.length_B + 1, **self.prefixes)
-        hidden_BD = forward_new_tokens(
-            self.model, self.hf_cache, self.ids_B1, self.length_B[:, None], rows, self.mask
-        )
+        position_B1 = self.length_B[:, None]
+        with record_rows(self.routing, self.row_B, position_B1):
+            hidden_BD = forward_new_tokens(
+                self.model, self.hf_cache, self.ids_B1, position_B1, rows, self.mask
+            )
         uniform_B = self.uniform_BN.gather(1, self.count_B[:, None])[:, 0]
         ids_B, logp_B = sample_from_hidden(self.head, hidden_BD, uniform_B, self.sampling)
         last = self.sampling.max_new_tokens

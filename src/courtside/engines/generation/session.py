@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from courtside.engines.patches.attention import (
 )
 from courtside.engines.patches.onednn_prepack import make_prepacked_patches
 from courtside.engines.patches.patch import Patch, apply_patches
+from courtside.engines.routing import PassRouting, Routers, RowRouting
 from courtside.types import Sample
 
 MIN_CAPACITY = 256
@@ -86,7 +88,9 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         session = self.session
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
+            capacity = session.capacity
+            self.keys = self._allocate(key_states, capacity)
+            self.values = self._allocate(value_states, capacity)
             self.is_initialized = True
             self.clear(0, session.num_positions)
         rows, index_B = session.buffer_rows, session.index_B
@@ -94,10 +98,11 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
             buffer[index_B[:, None], :, session.position_BN] = new.transpose(1, 2)
         return self.keys[rows, :, : session.width], self.values[rows, :, : session.width]
 
-    def grow(self) -> None:
+    def grow(self, capacity: int) -> None:
         if self.is_initialized:
             keys, values = self.keys, self.values
-            self.keys, self.values = self._allocate(keys), self._allocate(values)
+            self.keys = self._allocate(keys, capacity)
+            self.values = self._allocate(values, capacity)
             self.keys[:, :, : keys.shape[2]], self.values[:, :, : values.shape[2]] = keys, values
 
     def clear(self, first: int, end: int) -> None:
@@ -106,9 +111,9 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
             for buffer in (self.keys, self.values):
                 buffer[:, :, first:end] = 0
 
-    def _allocate(self, states: Tensor) -> Tensor:
+    def _allocate(self, states: Tensor, capacity: int) -> Tensor:
         # Pages that are never cleared or written take no memory.
-        num_rows, capacity = len(self.session.order), self.session.capacity
+        num_rows = len(self.session.order)
         return states.new_empty(num_rows, states.shape[1], capacity, states.shape[3])
 
     def swap_rows(self, row: int, other: int, num_positions: int) -> None:
@@ -139,8 +144,12 @@ class CachedSession:
         row_capacity: int = MIN_CAPACITY,
         make_buffer: Callable[[int, Sampling], SampleBuffer],
         autocast_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        routers: Routers | None = None,
     ):
         self.model, self.head, self.make_buffer = model, head, make_buffer
+        self.routers = routers
+        self.routing: RowRouting | None = None
+        """Experts of what is cached, from the first call on that asks for them."""
         self.autocast_context = autocast_context
         self.device = model.device
         self.length = [0] * num_rows
@@ -149,6 +158,8 @@ class CachedSession:
         """The row at each index of the buffers."""
         num_layers = model.config.get_text_config().num_hidden_layers
         self.cache = Cache(layers=[_Layer(self) for _ in range(num_layers)])
+        self.row_buffers: list[_Layer | RowRouting] = list(self.cache.layers)
+        """What has a place for each cached token, at the same rows and positions."""
         self.prepacked: list[Patch] = []
         self.row_capacity = max(row_capacity, MIN_CAPACITY)
         self.capacity, self.num_positions = 0, 0
@@ -172,7 +183,13 @@ class CachedSession:
         prompts = {row: r.prompt_ids for row, r in zip(rows, requests, strict=True)}
         assert all(prompts.values()), "a prompt needs at least one token"
         longest = max(self.length[row] + len(ids) for row, ids in prompts.items())
+        if sampling.return_routed_experts and self.routers is not None and self.routing is None:
+            shape = (len(self.order), self.capacity, *self.routers.shape)
+            experts_BNLK = torch.empty(shape, dtype=self.routers.dtype, device=self.device)
+            self.routing = RowRouting(self.routers, experts_BNLK)
+            self.row_buffers.append(self.routing)
         self._grow(longest + sampling.max_new_tokens)
+        start = {row: self.length[row] for row in rows}
         index_of = {row: i for i, row in enumerate(rows)}
 
         def advance(next_ids: Mapping[int, int]) -> tuple[list[int], Tensor]:
@@ -186,7 +203,7 @@ class CachedSession:
             apply_patches(self._patches(num_steps=sampling.max_new_tokens)),
         ):
             hidden = self._prefill(prompts)
-            return decode(
+            samples = decode(
                 range(len(rows)),
                 torch.stack([hidden[row] for row in rows]),
                 advance,
@@ -195,6 +212,13 @@ class CachedSession:
                 head=self.head,
                 buffer=self.make_buffer(len(rows), sampling),
             )
+        if self.routing is None or not sampling.return_routed_experts:
+            return samples
+        index_of_row = {row: index for index, row in enumerate(self.order)}
+        return [
+            replace(s, routed_experts=self.routing.read(index_of_row[r], start[r], self.length[r]))
+            for r, s in zip(rows, samples, strict=True)
+        ]
 
     def restart(self, row: int) -> None:
         self.length[row] = 0
@@ -202,7 +226,10 @@ class CachedSession:
     def _patches(self, *, num_steps: int) -> list[Patch]:
         if not self.prepacked:
             self.prepacked = make_prepacked_patches(self.model, self.head, num_steps=num_steps)
-        return self.prepacked + cached_attention_patches(self.model)
+        patches = self.prepacked + cached_attention_patches(self.model)
+        if self.routing is not None:
+            patches += self.routing.routers.patches()
+        return patches
 
     def _prefill(self, prompts: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
         """Hidden state of each row's last token. Empty rows with equal prompts share a prefill."""
@@ -229,8 +256,8 @@ class CachedSession:
         index_of = {row: index for index, row in enumerate(self.order)}
         for row, source in sources.items():
             if row != source:
-                for layer in self.cache.layers:
-                    layer.copy_row(index_of[source], index_of[row], len(prompts[row]))
+                for buffer in self.row_buffers:
+                    buffer.copy_row(index_of[source], index_of[row], len(prompts[row]))
                 self.length[row], hidden[row] = len(prompts[row]), hidden[source]
         return hidden
 
@@ -245,9 +272,9 @@ class CachedSession:
             return {}
         self._forward(pad_right([ids[0][:num_shared]], 0, self.device), rows[:1])
         source, *targets = (self.order.index(row) for row in rows)
-        for layer in self.cache.layers:
+        for buffer in self.row_buffers:
             for target in targets:
-                layer.copy_row(source, target, num_shared)
+                buffer.copy_row(source, target, num_shared)
         for row in rows:
             self.length[row] = num_shared
         return dict.fromkeys(rows, num_shared)
@@ -271,13 +298,19 @@ class CachedSession:
             [self.length[row] for row in rows], num_new,
             capacity=self.num_positions, device=self.device,
         )  # fmt: skip
-        out = self.model.base_model(
-            input_ids=ids_BN,
-            attention_mask=cache_mask(self.model, self.position_BN, self.width),
-            position_ids=self.position_BN,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        recording: AbstractContextManager[PassRouting | None] = nullcontext()
+        if self.routing is not None:
+            recording = self.routing.routers.record()
+        with recording as pass_routing:
+            out = self.model.base_model(
+                input_ids=ids_BN,
+                attention_mask=cache_mask(self.model, self.position_BN, self.width),
+                position_ids=self.position_BN,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+        if self.routing is not None and pass_routing is not None:
+            self.routing.write(self.index_B, self.position_BN, pass_routing)
         for row, num in zip(rows, lengths or [num_new] * len(rows), strict=True):
             self.length[row] += num
         hidden_BND: Tensor = out.last_hidden_state
@@ -287,8 +320,8 @@ class CachedSession:
         if num_positions > self.capacity:
             # By at least half: many small growths would copy everything again and again.
             self.capacity = max(num_positions, self.capacity * 3 // 2, self.row_capacity)
-            for layer in self.cache.layers:
-                layer.grow()
+            for buffer in self.row_buffers:
+                buffer.grow(self.capacity)
         if num_positions > self.num_positions:
             for layer in self.cache.layers:
                 layer.clear(self.num_positions, num_positions)
@@ -301,7 +334,7 @@ class CachedSession:
         outside = [i for i in range(count, len(self.order)) if self.order[i] in wanted_rows]
         for index, other in zip(inside, outside, strict=True):
             num_positions = max(self.length[self.order[i]] for i in (index, other))
-            for layer in self.cache.layers:
-                layer.swap_rows(index, other, num_positions)
+            for buffer in self.row_buffers:
+                buffer.swap_rows(index, other, num_positions)
             self.order[index], self.order[other] = self.order[other], self.order[index]
         return self.order[:count]
