@@ -360,7 +360,7 @@ def test_two_ranks_exchange_hints_as_one_process_does(setting: str) -> None:
     hints = [hint(id, 1, "S" if id in "abcd" else id, f"rules:{kinds[id]}") for id in "abcdef"]
 
     def read(ids: str, ranks: Ranks) -> ReaderOutput:
-        control = None if setting == "contrast" else cast(Any, setting)
+        control = cast(Any, "none" if setting == "contrast" else setting)
         reader = make_reader(
             RuleReaderConfig(kind="rules", control=control),
             seed=3,
