@@ -18,6 +18,8 @@ from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
 from courtside.training.checkpoints import latest, load, num_steps_of
 
+TEACHERS = ("shards", "whole")
+"""How a moving average of all weights scores."""
 TRAIN = {"steps": 2, "prompts_per_step": 5, "learning_rate": 1e-3}
 
 
@@ -49,15 +51,19 @@ class Cases:
         }
         return small_tree(self.student, self.teacher, **settings)
 
-    def average_of_steps(self, steps: int) -> dict[str, Any]:
-        """With a moving average of all weights, which scores in shards."""
+    def average_of_steps(self, steps: int, teachers: str) -> dict[str, Any]:
+        """With a moving average of all weights, which scores in shards or as a whole copy."""
         average = {"kind": "self", "weights": "ema", "ema_decay": 0.5}
         context = {"kind": "system", "text": "be brief"}
         return self.of_steps(steps) | {
             "teacher": average | {"context": context},
             "evaluate": {"before": False, "teacher": False, "num_tasks": 1},
-            "sharding": {"teachers": "shards"},
+            "sharding": {"teachers": teachers},
         }
+
+    def average_job(self, steps: int, teachers: str, folder: Path) -> dict[str, Any]:
+        recipe = self.average_of_steps(steps, teachers)
+        return {"recipe": recipe, "folder": str(folder / f"averaged-{teachers}")}
 
     def pipeline(self) -> dict[str, Any]:
         """The second stage forgets what a suite asks for."""
@@ -142,7 +148,7 @@ def two_ranks(folder: Path, cases: Cases) -> Path:
     trees = cases.trees()
     jobs = [{"recipe": tree, "folder": str(folder / f"two-{n}")} for n, tree in trees.items()]
     jobs.append({"recipe": cases.of_steps(1), "folder": str(folder / "resumed")})
-    jobs.append({"recipe": cases.average_of_steps(1), "folder": str(folder / "averaged")})
+    jobs += [cases.average_job(1, teachers, folder) for teachers in TEACHERS]
     jobs.append({"recipe": cases.pipeline(), "folder": str(folder / "two-pipeline")})
     recipe = folder / "recipe.toml"
     recipe.write_text(toml.dumps(cases.of_steps(1)))
@@ -158,10 +164,12 @@ def two_ranks(folder: Path, cases: Cases) -> Path:
 def three_ranks(two_ranks: Path, cases: Cases) -> Path:
     """After two ranks and one process: what three do, until one of them is killed."""
     train(parse_recipe(cases.of_steps(2)), two_ranks / "resumed", quiet=True)
-    train(parse_recipe(cases.average_of_steps(2)), two_ranks / "averaged", quiet=True)
+    for teachers in TEACHERS:
+        job = cases.average_job(2, teachers, two_ranks)
+        train(parse_recipe(job["recipe"]), job["folder"], quiet=True)
     jobs = [
         {"recipe": cases.of_steps(3), "folder": str(two_ranks / "resumed")},
-        {"recipe": cases.average_of_steps(3), "folder": str(two_ranks / "averaged")},
+        *(cases.average_job(3, teachers, two_ranks) for teachers in TEACHERS),
         {"recipe": cases.of_steps(3), "folder": str(two_ranks / "raised"), "raise": [2, 1]},
         {"recipe": cases.of_steps(3), "folder": str(two_ranks / "stopped"), "signal": [1, 1]},
         {"recipe": cases.of_steps(3), "folder": str(two_ranks / "full"), "full": [1, 2]},
@@ -199,10 +207,14 @@ def test_a_run_resumes_with_any_number_of_ranks(three_ranks: Path, uninterrupted
     ]
 
 
-def test_a_moving_average_resumes_with_any_number_of_ranks(three_ranks: Path, cases: Cases) -> None:
-    train(parse_recipe(cases.average_of_steps(3)), three_ranks / "averaged-alone", quiet=True)
-    compare_runs(three_ranks / "averaged-alone", three_ranks / "averaged")
-    checkpoint = latest(three_ranks / "averaged" / "checkpoints")
+@pytest.mark.parametrize("teachers", TEACHERS)
+def test_a_moving_average_resumes_with_any_number_of_ranks(
+    three_ranks: Path, cases: Cases, teachers: str
+) -> None:
+    alone, resumed = three_ranks / f"alone-{teachers}", three_ranks / f"averaged-{teachers}"
+    train(parse_recipe(cases.average_of_steps(3, teachers)), alone, quiet=True)
+    compare_runs(alone, resumed)
+    checkpoint = latest(resumed / "checkpoints")
     assert checkpoint is not None
     shards = sorted(file.name for file in checkpoint.glob("average-*"))
     assert shards == [f"average-self%3Aema-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
