@@ -45,7 +45,7 @@ def train(
     In processes that torchrun started, all of them call it, and train one student together.
     """
     from courtside.pipeline.runner import run_pipeline
-    from courtside.ranks import connect, was_launched
+    from courtside.ranks import connect
     from courtside.recipe.builtin import find_recipe
     from courtside.recipe.pipeline import Pipeline, is_pipeline, load_pipeline
     from courtside.report.console import RunConsole, choose_console
@@ -59,17 +59,15 @@ def train(
     path = _default_folder(recipe) if folder is None else folder
     if isinstance(recipe, str | Path) and is_pipeline(find_recipe(str(recipe))):
         recipe = load_pipeline(recipe)
+    if not isinstance(recipe, Pipeline):
+        recipe = _load(recipe)
+    recipes = [s.recipe for s in recipe.stages] if isinstance(recipe, Pipeline) else [recipe]
+    timeout = timedelta(minutes=max(r.sharding.timeout_minutes for r in recipes))
+    ranks = connect(device=recipes[0].student.device, timeout=timeout)
+    console = console if ranks.is_leader else RunConsole()
     if isinstance(recipe, Pipeline):
-        if was_launched():
-            raise UserError(
-                "a pipeline trains its stages with one process each. Start it without torchrun "
-                "and --nproc, or train a single recipe"
-            )
-        return run_pipeline(recipe, path, console)
-    recipe = _load(recipe)
-    timeout = timedelta(minutes=recipe.sharding.timeout_minutes)
-    ranks = connect(device=recipe.student.device, timeout=timeout)
-    return train_run(recipe, path, console if ranks.is_leader else RunConsole(), ranks=ranks)
+        return run_pipeline(recipe, path, console, ranks=ranks)
+    return train_run(recipe, path, console, ranks=ranks)
 
 
 def write_report(run: str | Path) -> Path:

@@ -50,6 +50,8 @@ class Follower:
                 with suppress(RunError):
                     self._obey()  # the leader may save
             raise
+        finally:
+            self.parts.close_rollouts()
 
     def remaining_steps(self) -> Iterator[int]:
         while (step := self._obey()) is not None:
@@ -118,7 +120,7 @@ class Follower:
 
     def _handle_signal(self, number: int) -> None:
         self.interrupted_by = number
-        if self.ranks.is_exchanging:
+        if self.ranks.is_waited_for:
             return  # the leader learns of it when this step is recorded
         if self._phase == "evaluate" or (
             number != signal.SIGINT and self._phase in INTERRUPTIBLE_PHASES

@@ -58,13 +58,18 @@ class Ranks:
 
     rank, size, local_rank = 0, 1, 0
     is_exchanging = False
-    """Whether this process waits for the others: no signal may end that."""
+    """Whether this process waits for the others."""
     is_apart = False
     """Whether the others may wait for this rank's tensors in place of its objects."""
     is_broken = False
     """Whether the ranks can no longer meet."""
     has_ended = False
     """Whether the leader has said its last word: whatever comes now, it reports itself."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether no signal may end what this process does, because others would wait for it."""
+        return self.is_exchanging or self.is_apart
 
     @property
     def is_leader(self) -> bool:
@@ -94,6 +99,13 @@ class Ranks:
     def max(self, number: int) -> int:
         return int(max(self.exchange(number)))
 
+    def try_lock(self, name: str) -> bool:
+        """Whether this rank now has the lock of this name; it never waits."""
+        return True
+
+    def unlock(self, name: str) -> None:
+        """Only by the rank that has the lock."""
+
     @contextmanager
     def work_apart(self) -> Iterator[None]:
         """Around collectives of tensors: a rank that fails in here ends at once, and the others
@@ -111,6 +123,10 @@ class Ranks:
 
     def end(self, message: Any) -> None:
         """The leader's last word; without effect where the others no longer listen."""
+
+    def go_on(self) -> None:
+        """After `end`, where the leader has more to say."""
+        self.has_ended = False
 
     def report_once(self) -> bool:
         """True for the first rank that asks: it reports what ended the run."""
@@ -225,12 +241,22 @@ class ProcessGroupRanks(Ranks):
             self.exchange(message)
             self.has_ended = True
 
-    def report_once(self) -> bool:
+    def try_lock(self, name: str) -> bool:
+        key, rank = f"courtside/lock/{name}", str(self.rank)
+        return bool(self._store.compare_set(key, "", rank) == rank.encode())
+
+    def unlock(self, name: str) -> None:
+        self._store.set(f"courtside/lock/{name}", "")
+
+    @property
+    def _store(self) -> Any:
         import torch.distributed as dist
 
-        store = dist.distributed_c10d._get_default_store()
+        return dist.distributed_c10d._get_default_store()
+
+    def report_once(self) -> bool:
         try:
-            return int(store.add("courtside/reported", 1)) == 1
+            return int(self._store.add("courtside/reported", 1)) == 1
         except RuntimeError:  # the rank that holds the store is gone
             return True
 

@@ -335,7 +335,7 @@ class Run:
         self.interrupted_by = number
         phase = self.meter.current_phase
         stops_now = number != signal.SIGINT and phase in INTERRUPTIBLE_PHASES
-        if (stops_now or phase == "evaluate") and not self.ranks.is_exchanging:
+        if (stops_now or phase == "evaluate") and not self.ranks.is_waited_for:
             raise StopSignal(number)
         if number == signal.SIGINT:
             self.console.print_line("stopping after this step; press Ctrl-C again to stop at once")
@@ -388,20 +388,26 @@ def restore_from(parts: Runtime, path: Path) -> int:
     """Restore a checkpoint on every rank; returns its number of steps."""
     saved = checkpoints.load(path, lazily=parts.ranks.is_sharded)
     parts.ranks.exchange(None)  # all have read it: from here on they wait for each other's tensors
-    with parts.ranks.work_apart():
-        restore(parts, saved)
+    restore(parts, saved)
     return saved.num_steps
 
 
 def restore(parts: Runtime, saved: checkpoints.Checkpoint) -> None:
     """Copy a checkpoint's weights, optimizer state and moving averages into the parts."""
+    with parts.ranks.work_apart():
+        _restore_tensors(parts, saved)
+    parts.engine.load_weights(saved.num_steps)
+
+
+def _restore_tensors(parts: Runtime, saved: checkpoints.Checkpoint) -> None:
     for name, tensors in model_tensors(parts).items():
         copy_tensors(tensors, saved.tensors[name])
     student = parts.student
     trained = student.weights.trained
     checkpoints.restore_optimizer(student.optimizer, trained, saved.tensors["optimizer"])
     student.weights.publish()
-    parts.engine.load_weights(saved.num_steps)
+    for average in parts.averages.values():
+        average.publish()
 
 
 def copy_tensors(tensors: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

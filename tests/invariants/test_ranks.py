@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from support.rank_runs import compare_runs, outcomes, rows, run_ranks
 from support.small_runs import small_tree, write_jsonl
 
 from courtside.api import export, train
-from courtside.cli.launch import launch
-from courtside.errors import RunError
+from courtside.errors import GateFailedError, RunError
 from courtside.recipe.load import parse_recipe
+from courtside.recipe.pipeline import parse_pipeline
 from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
 from courtside.training.checkpoints import latest, load, num_steps_of
 
-SCRIPT = Path(__file__).parents[1] / "support" / "rank_script.py"
-GRADIENT, WEIGHT = 1e-6, 1e-5
-"""Tolerances: of the optimizer's moments, and of weights after steps of 1e-3."""
+TEACHERS = ("shards", "whole")
+"""How a moving average of all weights scores."""
 TRAIN = {"steps": 2, "prompts_per_step": 5, "learning_rate": 1e-3}
 
 
@@ -36,6 +33,13 @@ class Cases:
             for i in range(40)
         ]
         self.pairs = write_jsonl(folder / "pairs.jsonl", rows)
+        sevens = [{"prompt": f"say {n}", "completion": "7777777777"} for n in range(12)]
+        self.sevens = write_jsonl(folder / "sevens.jsonl", sevens)
+        questions = [
+            {"prompt": f"ask {n}", "grader": "regex", "grader_args": {"pattern": "[^7 ]"},
+             "split": "test"} for n in range(32)
+        ]  # fmt: skip
+        self.questions = write_jsonl(folder / "questions.jsonl", questions)
 
     def of_steps(self, steps: int) -> dict[str, Any]:
         student = {"model": str(self.student), "dtype": "float32"}
@@ -46,6 +50,41 @@ class Cases:
             "evaluate": {"num_tasks": 3},
         }
         return small_tree(self.student, self.teacher, **settings)
+
+    def average_of_steps(self, steps: int, teachers: str) -> dict[str, Any]:
+        """With a moving average of all weights, which scores in shards or as a whole copy."""
+        average = {"kind": "self", "weights": "ema", "ema_decay": 0.5}
+        context = {"kind": "system", "text": "be brief"}
+        return self.of_steps(steps) | {
+            "teacher": average | {"context": context},
+            "evaluate": {"before": False, "teacher": False, "num_tasks": 1},
+            "sharding": {"teachers": teachers},
+        }
+
+    def average_job(self, steps: int, teachers: str, folder: Path) -> dict[str, Any]:
+        recipe = self.average_of_steps(steps, teachers)
+        return {"recipe": recipe, "folder": str(folder / f"averaged-{teachers}")}
+
+    def pipeline(self) -> dict[str, Any]:
+        """The second stage forgets what a suite asks for."""
+        gate = {"suite": "talk", "max_loss": 0.2}
+        talk = {"kind": "jsonl", "path": str(self.questions)}
+        return {
+            "base": {
+                "student": {"model": str(self.student), "dtype": "float32"},
+                "rollout": {"student_fraction": 0, "max_new_tokens": 4},
+                "tasks": {"kind": "jsonl", "path": str(self.pairs)},
+                "losses": [{"kind": "cross_entropy", "on": "dataset"}],
+                "train": {"steps": 1, "prompts_per_step": 3, "learning_rate": 1e-5},
+                "evaluate": {"num_tasks": 32, "temperature": 0, "suites": {"talk": talk}},
+            },
+            "stages": [
+                {"name": "first", "gate": gate},
+                {"name": "sevens", "student": {"model": "stage:first"}, "gate": gate,
+                 "tasks": {"kind": "jsonl", "path": str(self.sevens)},
+                 "train": {"steps": 10, "prompts_per_step": 4, "learning_rate": 3e-2}},
+            ],
+        }  # fmt: skip
 
     def trees(self) -> dict[str, dict[str, Any]]:
         full = {"model": str(self.student), "dtype": "float32"}
@@ -93,12 +132,6 @@ class Cases:
         }
 
 
-def run_ranks(folder: Path, jobs: list[dict[str, Any]], num_ranks: int) -> int:
-    file = folder / f"jobs-{num_ranks}.json"
-    file.write_text(json.dumps(jobs))
-    return launch([sys.executable, str(SCRIPT), str(file)], num_ranks)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
@@ -115,6 +148,8 @@ def two_ranks(folder: Path, cases: Cases) -> Path:
     trees = cases.trees()
     jobs = [{"recipe": tree, "folder": str(folder / f"two-{n}")} for n, tree in trees.items()]
     jobs.append({"recipe": cases.of_steps(1), "folder": str(folder / "resumed")})
+    jobs += [cases.average_job(1, teachers, folder) for teachers in TEACHERS]
+    jobs.append({"recipe": cases.pipeline(), "folder": str(folder / "two-pipeline")})
     recipe = folder / "recipe.toml"
     recipe.write_text(toml.dumps(cases.of_steps(1)))
     command = ["train", str(recipe), "--run", str(folder / "printed")]
@@ -129,8 +164,12 @@ def two_ranks(folder: Path, cases: Cases) -> Path:
 def three_ranks(two_ranks: Path, cases: Cases) -> Path:
     """After two ranks and one process: what three do, until one of them is killed."""
     train(parse_recipe(cases.of_steps(2)), two_ranks / "resumed", quiet=True)
+    for teachers in TEACHERS:
+        job = cases.average_job(2, teachers, two_ranks)
+        train(parse_recipe(job["recipe"]), job["folder"], quiet=True)
     jobs = [
         {"recipe": cases.of_steps(3), "folder": str(two_ranks / "resumed")},
+        *(cases.average_job(3, teachers, two_ranks) for teachers in TEACHERS),
         {"recipe": cases.of_steps(3), "folder": str(two_ranks / "raised"), "raise": [2, 1]},
         {"recipe": cases.of_steps(3), "folder": str(two_ranks / "stopped"), "signal": [1, 1]},
         {"recipe": cases.of_steps(3), "folder": str(two_ranks / "full"), "full": [1, 2]},
@@ -145,32 +184,6 @@ def three_ranks(two_ranks: Path, cases: Cases) -> Path:
 def uninterrupted(folder: Path, cases: Cases) -> Path:
     train(parse_recipe(cases.of_steps(3)), folder / "uninterrupted", quiet=True)
     return folder / "uninterrupted"
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """Metrics without what depends on the machine."""
-    timed = re.compile(r"seconds|tokens_per")
-    return [
-        {k: v for k, v in row.items() if not timed.search(k)}
-        for row in RunFolder.read(folder).metrics()
-    ]
-
-
-def compare_runs(first: Path, second: Path) -> None:
-    for a, b in zip(rows(first), rows(second), strict=True):
-        if "hints/trained" in a:  # one process scores hints in the update's own pass
-            a, b = ({k: v for k, v in row.items() if "cost" not in k} for row in (a, b))
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
-    folders = [latest(folder / "checkpoints") for folder in (first, second)]
-    assert None not in folders and folders[0].name == folders[1].name
-    checkpoint, other = (load(folder).tensors for folder in folders)
-    assert checkpoint.keys() == other.keys()
-    for group, tensors in checkpoint.items():
-        assert tensors.keys() == other[group].keys()
-        tolerance = GRADIENT if group == "optimizer" else WEIGHT
-        for name, tensor in tensors.items():
-            assert tensor.shape == other[group][name].shape
-            assert (tensor - other[group][name]).abs().max() <= tolerance, (group, name)
 
 
 @pytest.mark.parametrize("name", ["full", "lora", "ema", "hints", "rewards", "pairs"])
@@ -194,9 +207,37 @@ def test_a_run_resumes_with_any_number_of_ranks(three_ranks: Path, uninterrupted
     ]
 
 
-def outcomes(folder: Path) -> list[dict[str, Any]]:
-    files = sorted(folder.parent.glob(f"{folder.name}.rank*.json"))
-    return [json.loads(file.read_text()) for file in files]
+@pytest.mark.parametrize("teachers", TEACHERS)
+def test_a_moving_average_resumes_with_any_number_of_ranks(
+    three_ranks: Path, cases: Cases, teachers: str
+) -> None:
+    alone, resumed = three_ranks / f"alone-{teachers}", three_ranks / f"averaged-{teachers}"
+    train(parse_recipe(cases.average_of_steps(3, teachers)), alone, quiet=True)
+    compare_runs(alone, resumed)
+    checkpoint = latest(resumed / "checkpoints")
+    assert checkpoint is not None
+    shards = sorted(file.name for file in checkpoint.glob("average-*"))
+    assert shards == [f"average-self%3Aema-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    tensors = load(checkpoint).tensors
+    average, weights = tensors["average-self%3Aema"], tensors["weights"]
+    assert any(not average[name].equal(weights[name]) for name in weights)
+
+
+def test_ranks_run_the_stages_of_a_pipeline(two_ranks: Path, cases: Cases) -> None:
+    leader, other = outcomes(two_ranks / "two-pipeline")
+    assert (leader["reports"], other["reports"]) == (True, False)
+    assert leader["error"].startswith("GateFailedError: stage 'sevens': gate failed: talk")
+    assert other["error"].startswith("GateFailedError: rank 0: stage 'sevens'")
+    with pytest.raises(GateFailedError):
+        train(parse_pipeline(cases.pipeline()), two_ranks / "one-pipeline", quiet=True)
+    for stage in ("01-first", "02-sevens"):
+        alone, together = (two_ranks / f"{n}-pipeline" / "stages" / stage for n in ("one", "two"))
+        assert [e.scores for e in RunFolder.read(alone).evaluations()] == [
+            e.scores for e in RunFolder.read(together).evaluations()
+        ]
+        assert rows(alone)[0] == pytest.approx(rows(together)[0], rel=1e-4, abs=1e-5)
+    promoted = (two_ranks / "two-pipeline" / "promoted").resolve()
+    assert promoted == two_ranks.resolve() / "two-pipeline" / "stages" / "01-first" / "export"
 
 
 def test_an_error_of_one_rank_ends_all_and_is_told_once(three_ranks: Path) -> None:

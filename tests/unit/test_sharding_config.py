@@ -6,16 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.small_runs import small_recipe
 
-from courtside.assemble.sharded import find_sharding_problems, note_idle_ranks
-from courtside.ranks import Ranks
-
-HINTS = {
-    "tasks": {"kind": "toolbox"},
-    "teacher": {"kind": "self", "weights": "live"},
-    "losses": [{"kind": "divergence", "on": "hinted_turns"}],
-}
+from courtside.assemble.sharded import find_sharding_problems, note_idle_ranks, shards_model
+from courtside.ranks import ALONE, ProcessGroupRanks, Ranks
 
 
 @pytest.mark.parametrize(
@@ -27,9 +22,16 @@ HINTS = {
         ("student.router_replay", {"student": {"model": "m", "router_replay": True}}, True),
         ("student.router_aux_loss_coef",
          {"student": {"model": "m", "router_aux_loss_coef": 0.01}}, True),
+        ("sharding.teachers = 'shards': teacher.model = 't' has dtype = 'int8'",
+         {"sharding": {"teachers": "shards"},
+          "teacher": {"kind": "model", "model": "t", "dtype": "int8"}}, True),
+        ("sharding.teachers = 'shards': no model of this recipe",
+         {"sharding": {"teachers": "shards"}, "student": {"model": "m", "lora": {"rank": 2}},
+          "teacher": {"kind": "self", "weights": "frozen", "context": {
+              "kind": "system", "text": "x"}}}, True),
+        ("rollout.server.weight_transfer = 'nccl'", {"rollout": {"server": {
+            "urls": ["http://127.0.0.1:1"], "model": "m", "weight_transfer": "nccl"}}}, False),
         ("rollout.mixed_sampling", {"rollout": {"mixed_sampling": {"top_k": 4}}}, False),
-        ("reader.control = 'random_hint'",
-         {**HINTS, "reader": {"kind": "rules", "control": "random_hint"}}, False),
     ],
 )  # fmt: skip
 def test_it_is_refused_with_a_fix(field: str, changes: dict[str, Any], from_one_rank: bool) -> None:
@@ -43,10 +45,21 @@ def test_what_is_sharded_is_not_refused() -> None:
     assert list(find_sharding_problems(small_recipe(Path("m"), Path("t")), 8)) == []
 
 
-def test_controls_within_a_trajectory_are_not_refused() -> None:
-    for control in ("random_turn", "all_turns"):
-        recipe = small_recipe(Path("m"), **HINTS, reader={"kind": "rules", "control": control})
-        assert list(find_sharding_problems(recipe, 8)) == []
+def test_which_models_are_in_shards() -> None:
+    small, large = (torch.nn.Linear(n, 10**6, bias=False, device="meta") for n in (4999, 5001))
+    ranks = ProcessGroupRanks.__new__(ProcessGroupRanks)  # as a launcher makes it, unconnected
+
+    def sharded(choice: str, num_ranks: int) -> list[bool]:
+        ranks.size = num_ranks
+        recipe = small_recipe(Path("m"), Path("t"), sharding={"teachers": choice})
+        return [shards_model(recipe, ranks, model) for model in (small, large)]
+
+    assert sharded("auto", 2) == [False, True], "more than 20 GB"
+    assert sharded("auto", 1) == [False, False], "a launcher's only process"
+    assert sharded("whole", 2) == [False, False]
+    assert sharded("shards", 2) == sharded("shards", 1) == [True, True]
+    recipe = small_recipe(Path("m"), Path("t"), sharding={"teachers": "shards"})
+    assert not shards_model(recipe, ALONE, large), "without a launcher"
 
 
 def test_idle_processes_are_noted() -> None:

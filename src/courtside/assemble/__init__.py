@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 from courtside.assemble.drafts import DraftFactory
@@ -86,7 +87,7 @@ def assemble(
     else:
         engine = served = make_served_student(recipe, inputs, servers.rollout, models, local)
         if trains and recipe.max_staleness:
-            thread = make_rollout_thread(recipe, inputs, served, progress=progress)
+            thread = make_rollout_thread(recipe, inputs, served, progress=progress, ranks=ranks)
     if not engine.capabilities.weight_updates:
         raise RecipeError(
             f"rollout: {engine.name} cannot load new weights, so its samples would not be the "
@@ -137,7 +138,10 @@ def assemble(
     if inputs.rewards:
         rollout = RewardedRollout(rollout=rollout, rewards=inputs.rewards)
     if ranks.is_sharded:
-        rollout = SharedRollout(rollout=rollout, ranks=ranks)
+        config = recipe.rollout
+        asks_teacher = config.off_policy == "teacher" or config.mixed_sampling is not None
+        together = models.turns.open if asks_teacher else nullcontext
+        rollout = SharedRollout(rollout=rollout, ranks=ranks, together=together)
         idle_note = note_idle_ranks(recipe, ranks)
         notes += [] if idle_note is None else [idle_note]
     worlds = [s.environment for s in inputs.suites.values() if s.environment is not None]
@@ -162,12 +166,17 @@ def assemble(
         grade=make_grader(recipe.tasks),
         environment=environment,
         progress=progress,
+        together=models.turns.open,
     )
     reader: Reader = propose_no_hints
     if recipe.reader is not None:
         ask_self = partial(StudentClient, engine=engine, template=template, seed=recipe.seed)
         reader = make_reader(
-            recipe.reader, ask_self=ask_self, seed=recipe.seed, contrast=recipe.hints.contrast
+            recipe.reader,
+            ask_self=ask_self,
+            seed=recipe.seed,
+            contrast=recipe.hints.contrast,
+            ranks=ranks,
         )
     return Runtime(
         recipe=recipe,
@@ -188,6 +197,7 @@ def assemble(
             run_episodes=None if episodes is None else episodes.run_episodes,
             progress=progress,
             ranks=ranks,
+            together=models.turns.open,
         ),
         ranks=ranks,
         progress=progress,

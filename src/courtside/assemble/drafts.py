@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, cast
@@ -47,13 +48,15 @@ class DraftFactory:
     grade: Grader
     environment: HostedEnvironment | None
     progress: ProgressMeter
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
+    """See `DraftStages`."""
 
     def make_stages(self) -> DraftStage:
         if not self.recipe.drafts:
             return keep_drafts
         configs = enumerate(self.recipe.drafts)
         stages: dict[str, DraftStage] = {c.kind: self._make(c, i) for i, c in configs}
-        return DraftStages(stages=stages)
+        return DraftStages(stages=stages, together=self.together)
 
     def _make(self, config: DraftConfig, index: int) -> DraftStage:
         match config:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from courtside.assemble.sharded import QUANTIZED, shards_model
 from courtside.engines.loading import load_model, load_tokenizer
 from courtside.engines.local import LocalEngine
 from courtside.engines.precision import quantize_linear_layers, resolve_dtype
+from courtside.engines.sharded import ForwardTurns, ShardedEngine
 from courtside.errors import ModelError
 from courtside.progress import ProgressMeter
 from courtside.ranks import ALONE, Ranks
 from courtside.recipe import Recipe
-from courtside.recipe.teacher import ModelTeacherConfig, SelfTeacherConfig
+from courtside.recipe.teacher import ModelTeacherConfig
 from courtside.training.kv_budget import device_bytes, kv_cache_tokens
 from courtside.training.weights import StudentWeights
 
@@ -42,6 +45,8 @@ class Models:
     kv_cache_tokens: int
     progress: ProgressMeter
     """Counts what every engine samples."""
+    turns: ForwardTurns
+    """Of the ranks, with the models that are in shards."""
 
     def make_student_engine(self, weights: StudentWeights, name: str) -> LocalEngine:
         return self.make_engine(
@@ -56,7 +61,9 @@ class Models:
         context_length: int | None,
         autocast: torch.dtype | None = None,
     ) -> LocalEngine:
-        return LocalEngine(
+        is_sharded = hasattr(model, "unshard")  # as `fully_shard` gives it
+        make = partial(ShardedEngine, turns=self.turns) if is_sharded else LocalEngine
+        return make(
             model,
             self.tokenizer,
             name=name,
@@ -77,22 +84,21 @@ def load_models(
     teachers: dict[ModelKey, tuple[Any, Any]] = {}
     for config in recipe.model_teachers:
         if isinstance(config, ModelTeacherConfig) and key_of(config) not in teachers:
-            teachers[key_of(config)] = _load_teacher(config, weights.device)
+            teachers[key_of(config)] = _load_teacher(config, weights.device, recipe, ranks)
     vocab_size = _common_vocab_size(name, weights.model, tokenizer, teachers)
     teacher_models = [model for model, _ in teachers.values()]
     total = device_bytes(weights.device)
     trainer = weights
     if ranks.is_sharded:
-        from courtside.training.sharding import ShardedWeights
+        from courtside.training.sharding import ShardedWeights, make_mesh, shard_for_scoring
 
         ranks.exchange(None)  # all have loaded: from here on they wait for each other's tensors
         with ranks.work_apart():
-            trainer = ShardedWeights(
-                weights,
-                ranks,
-                reshards=recipe.sharding.reshard_after_forward,
-                casts_sampler=not _averages_weights(recipe),
-            )
+            mesh = make_mesh(ranks, weights.device)
+            trainer = ShardedWeights(weights, mesh, reshards=recipe.sharding.reshard_after_forward)
+            for key, (model, _) in teachers.items():
+                if _is_in_shards(key, model, recipe, ranks):
+                    shard_for_scoring(model, mesh, None)
     return Models(
         name=name,
         weights=weights,
@@ -103,6 +109,7 @@ def load_models(
         context_length=recipe.student.context_length,
         kv_cache_tokens=kv_cache_tokens(recipe, weights, teacher_models, total=total),
         progress=progress,
+        turns=ForwardTurns(ranks),
     )
 
 
@@ -112,28 +119,33 @@ def load_untrained_student(recipe: Recipe, models: Models) -> LocalEngine:
     return models.make_student_engine(weights, "untrained")
 
 
-def _averages_weights(recipe: Recipe) -> bool:
-    teachers = (t for t in recipe.model_teachers if isinstance(t, SelfTeacherConfig))
-    return any(teacher.weights == "ema" for teacher in teachers)
-
-
 def key_of(config: ModelTeacherConfig) -> ModelKey:
     return config.model, config.adapter, config.dtype
 
 
-def _load_teacher(config: ModelTeacherConfig, device: torch.device) -> tuple[Any, Any]:
+def _load_teacher(
+    config: ModelTeacherConfig, device: torch.device, recipe: Recipe, ranks: Ranks
+) -> tuple[Any, Any]:
+    """One that will be sharded stays in host memory."""
+    on_host = ranks.is_sharded and config.dtype not in QUANTIZED
     model: Any = load_model(
         config.model,
         dtype=resolve_dtype(config.dtype, device),
-        device=device,
+        device=torch.device("cpu") if on_host else device,
         adapter=config.adapter,
         trust_remote_code=config.trust_remote_code,
         in_4_bits=config.dtype == "nf4",
     )
     if config.dtype == "int8":
         model = quantize_linear_layers(model)
+    if not _is_in_shards(key_of(config), model, recipe, ranks):
+        model = model.to(device)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     return model.requires_grad_(False), tokenizer
+
+
+def _is_in_shards(key: ModelKey, model: Any, recipe: Recipe, ranks: Ranks) -> bool:
+    return key[2] not in QUANTIZED and shards_model(recipe, ranks, model)
 
 
 def _common_vocab_size(

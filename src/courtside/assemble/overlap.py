@@ -17,8 +17,10 @@ from courtside.assemble.inputs import Inputs
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.engines.served.student import ServedStudent
 from courtside.progress import ProgressMeter
+from courtside.ranks import Ranks
 from courtside.recipe import Recipe
 from courtside.rollout.overlapped import Generated, OverlappedRollout
+from courtside.rollout.shares import take_share
 from courtside.tasks.base import TaskSource
 from courtside.types import Task, Trajectory
 
@@ -34,6 +36,7 @@ class RolloutThread:
     main_progress: ProgressMeter
     recipe: Recipe
     tasks: TaskSource
+    ranks: Ranks
     rollouts: list[OverlappedRollout[Any]] = field(default_factory=list)
 
     def overlap(
@@ -47,7 +50,9 @@ class RolloutThread:
         rollout = OverlappedRollout(
             generate=generate,
             finish=lambda generated: sorted(grade(generated), key=attrgetter("id")),
-            batch=lambda step: self.tasks.batch(step, train.prompts_per_step),
+            batch=lambda step: take_share(
+                self.tasks.batch(step, train.prompts_per_step), self.ranks
+            ),
             sampler=self.engine,
             find_weights=lambda: self.main_engine.weights,
             close_sampler=self.engine.pool.close,
@@ -65,7 +70,12 @@ class RolloutThread:
 
 
 def make_rollout_thread(
-    recipe: Recipe, inputs: Inputs, engine: ServedStudent, *, progress: ProgressMeter
+    recipe: Recipe,
+    inputs: Inputs,
+    engine: ServedStudent,
+    *,
+    progress: ProgressMeter,
+    ranks: Ranks,
 ) -> RolloutThread:
     tokenizer, own_progress = deepcopy(inputs.tokenizer), ProgressMeter()
     fork = engine.fork(own_progress)
@@ -79,4 +89,5 @@ def make_rollout_thread(
         main_progress=progress,
         recipe=recipe,
         tasks=inputs.tasks,
+        ranks=ranks,
     )

@@ -197,7 +197,8 @@ def make_served_teacher(
 def make_served_student(
     recipe: Recipe, inputs: Inputs, connection: Connection, models: Models, local: LocalEngine
 ) -> ServedStudent:
-    """Brings the student's weights to the servers, and compares log-probs with `local`'s."""
+    """Brings the student's weights to the servers, and compares log-probs with `local`'s. All ranks
+    call it."""
     config, weights = recipe.rollout.server, models.weights
     assert config is not None, "there are servers"
     pool = connection.pool
@@ -214,6 +215,7 @@ def make_served_student(
         max_staleness=config.max_staleness,
         score=score,
         probes=probes,
+        ranks=models.turns.ranks,
     )
     engine = ServedStudent(
         connection.pool,

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from courtside.errors import RecipeError
 from courtside.ranks import Ranks
 from courtside.recipe import Recipe
+from courtside.recipe.teacher import ModelTeacherConfig, SelfTeacherConfig
 
-BATCH_CONTROLS = ("random_hint", "other_kind", "mirror_turn")
-"""Controls of a reader that exchange hints across the batch."""
+QUANTIZED = ("int8", "nf4")
+"""Precisions of a teacher whose weights are not sharded."""
+
+MAX_WHOLE_BYTES = 20e9
+"""Of a model that never trains, for sharding.teachers = 'auto': 8 billion parameters in bfloat16
+are whole, and 14 billion in shards."""
 
 
 def refuse_sharded(recipe: Recipe, ranks: Ranks) -> None:
@@ -36,29 +42,62 @@ def find_sharding_problems(recipe: Recipe, num_ranks: int) -> Iterator[str]:
     ):
         if is_set:
             yield f"{field} was not tried with shards of the routers. Leave it out, or {fix}"
+    if recipe.sharding.teachers == "shards":
+        yield from _find_problems_of_shards(recipe, fix)
     if num_ranks == 1:
         return
-    if recipe.rollout.server is not None:
+    if recipe.rollout.server is not None and recipe.rollout.server.weight_transfer == "nccl":
         yield (
-            "rollout.server: the servers take new weights from one process, and here each has its "
-            f"own sampler. Remove it: every process then samples its own part; or {fix}"
+            "rollout.server.weight_transfer = 'nccl': one process would send the weights, and a "
+            "server that was restarted may need them from another one. Use 'folder', on a disk "
+            f"that all machines share, or {fix}"
         )
     if recipe.rollout.mixed_sampling is not None:
         yield (
             "rollout.mixed_sampling: which prompts are mixed is decided over the whole batch, and "
             f"a process has only its own part. Remove it, or {fix}"
         )
-    controls: dict[str, str | None] = {
-        f"hints.contrast = {recipe.hints.contrast!r}": recipe.hints.contrast
-    }
-    if recipe.reader is not None:
-        controls[f"reader.control = {recipe.reader.control!r}"] = recipe.reader.control
-    for field, control in controls.items():
-        if control in BATCH_CONTROLS:
+
+
+def _find_problems_of_shards(recipe: Recipe, fix: str) -> Iterator[str]:
+    field = "sharding.teachers = 'shards'"
+    models = [t for t in recipe.model_teachers if isinstance(t, ModelTeacherConfig)]
+    for teacher in models:
+        if teacher.dtype in QUANTIZED:
             yield (
-                f"{field}: hints change places across the whole batch, and a process has only "
-                f"those of its own part. Use 'random_turn' or 'all_turns', or {fix}"
+                f"{field}: teacher.model = {teacher.model!r} has dtype = {teacher.dtype!r}, and "
+                "quantized weights are whole on every process. Set teacher.dtype = 'bfloat16', or "
+                f"sharding.teachers = 'auto', or {fix}"
             )
+    copies = [
+        t for t in recipe.model_teachers if isinstance(t, SelfTeacherConfig) and t.weights != "live"
+    ]
+    has_copies = recipe.student.lora is None and (copies or recipe.needs_reference)
+    if not models and not has_copies:
+        yield (
+            f"{field}: no model of this recipe can be in shards. The live student, and with LoRA "
+            "the student before training and moving averages, score on the process's own copy of "
+            f"the student; other teachers are no models of these processes. Leave it out, or {fix}"
+        )
+
+
+def shards_model(recipe: Recipe, ranks: Ranks, model: Any) -> bool:
+    """Whether a model that never trains is in shards. It depends on the recipe and on sizes, never
+    on the memory that is free, so that a run is the same wherever it goes on."""
+    choice = recipe.sharding.teachers
+    if not ranks.is_sharded or choice == "whole":
+        return False
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    return choice == "shards" or (ranks.size > 1 and num_bytes > MAX_WHOLE_BYTES)
+
+
+def note_shards(name: str) -> str:
+    """`name`: of a model that is in shards."""
+    return (
+        f"{name}: its weights are in shards over the processes, and gathered layer by layer for "
+        "every forward pass. What it samples (evaluate.teacher, drafts) gathers all of them for "
+        "each token; sharding.teachers = 'whole' gives each process a copy"
+    )
 
 
 def note_idle_ranks(recipe: Recipe, ranks: Ranks) -> str | None:

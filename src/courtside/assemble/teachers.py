@@ -6,18 +6,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from courtside.assemble.chat_templates import make_teacher_template
 from courtside.assemble.models import Models, key_of
 from courtside.assemble.servers import QUESTION, Servers, make_served_teacher
+from courtside.assemble.sharded import note_shards, shards_model
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Engine, ScoreRequest, Want
 from courtside.engines.local import LocalEngine
 from courtside.engines.score_store import ScoreStore
+from courtside.engines.sharded import ShardedEngine
 from courtside.engines.stored_scores import StoredScoresEngine
 from courtside.environments.base import HostedEnvironment
 from courtside.errors import RecipeError
@@ -38,6 +40,7 @@ from courtside.teacher.hint_scoring import HintScorer, HintTrial
 from courtside.teacher.routing import RoutedTeachers
 from courtside.teacher.teacher import ScoringTeacher, Teacher, TeacherStage
 from courtside.training.hint_branches import find_deferral_problem
+from courtside.training.shards import GatheredTensors, copy_whole, gather_whole
 from courtside.training.student import Student
 from courtside.training.weights import MovingAverage, fingerprint_weights
 from courtside.types import Trajectory
@@ -87,7 +90,8 @@ class TeacherFactory:
             frozen = SelfTeacherConfig(kind="self", weights="frozen")
             reference = self._make(frozen, "reference")
             del self.sizes["reference"]  # as large as the student
-        return TeacherStage(teacher, reference, hinted=self.recipe.reader is not None)
+        hinted = self.recipe.reader is not None
+        return TeacherStage(teacher, reference, hinted=hinted, together=self.models.turns.open)
 
     def _make(self, config: ScoringTeacherConfig, label: str) -> Teacher:
         template = self.template.renderer
@@ -132,6 +136,8 @@ class TeacherFactory:
     def _model_teacher(self, config: ModelTeacherConfig) -> tuple[Engine, ChatTemplate]:
         model, tokenizer = self.models.teachers[key_of(config)]
         local = self.models.make_engine(model, config.model, context_length=config.context_length)
+        if isinstance(local, ShardedEngine):
+            self.notes.append(note_shards(config.model))
         return self.serve(local), self._make_template(config, tokenizer, local.eos_ids)
 
     def _served_teacher(self, config: ServerTeacherConfig) -> tuple[Engine, ChatTemplate]:
@@ -152,9 +158,12 @@ class TeacherFactory:
             # An adapter that trains is not part of the teacher, which is frozen.
             trained = {n for n, p in engine.model.named_parameters() if p.requires_grad}
             tensors = sorted(engine.model.state_dict().items())
-            fingerprint = fingerprint_weights(t for name, t in tensors if name not in trained)
+            fingerprint = fingerprint_weights(
+                gather_whole(t) for name, t in tensors if name not in trained
+            )
             settings = (engine.autocast, engine.context_length, device.type)
-            teacher = f"{type(engine.model).__name__}/{settings}/{fingerprint}"
+            kind = type(engine.model).__name__.removeprefix("FSDP")  # a store serves shards, too
+            teacher = f"{kind}/{settings}/{fingerprint}"
         assert teacher, "other engines have no store"
         scores = ScoreStore(
             store.folder,
@@ -193,23 +202,57 @@ class TeacherFactory:
         weights = self.models.weights
         if config.weights == "live":
             return self.local, nullcontext
-        engine, swap = self.local, cast(SwapWeights, weights.without_adapter)
         if weights.adapter is None:
-            model = weights.copy()
-            shadow = {n: p.data for n, p in model.named_parameters() if n in weights.trained}
-            engine = self.models.make_engine(
-                model,
-                label,
-                context_length=self.models.context_length,
-                autocast=weights.autocast,
-            )
-            swap = nullcontext
-        elif config.weights == "ema":
-            shadow = {name: p.detach().clone() for name, p in weights.trained.items()}
-            swap = partial(weights.swap_in, shadow)
-        if config.weights == "ema":
-            self.averages[label] = MovingAverage(config.ema_decay, weights.trained, shadow)
-        return engine, swap
+            if config.weights == "frozen":
+                return self._make_copy(self._copy_student(), label), nullcontext
+            average, model = self._average_model(config.ema_decay)
+            self.averages[label] = average
+            return self._make_copy(model, label), nullcontext
+        if config.weights == "frozen":
+            return self.local, weights.without_adapter
+        trained = self.models.trainer.trained
+        shadow = {name: p.detach().clone() for name, p in trained.items()}
+        self.averages[label] = MovingAverage(config.ema_decay, trained, shadow)
+        if not self.models.turns.ranks.is_sharded:
+            return self.local, partial(weights.swap_in, shadow)
+        gathered = GatheredTensors(shadow)
+        self.models.turns.weights.append(gathered)
+        return self.local, lambda: weights.swap_in(gathered.whole)
+
+    def _copy_student(self) -> Any:
+        """A frozen model with the student's weights of this moment."""
+        models = self.models
+        is_in_shards = shards_model(self.recipe, models.turns.ranks, models.weights.model)
+        return (models.trainer if is_in_shards else models.weights).copy()
+
+    def _average_model(self, decay: float) -> tuple[MovingAverage, Any]:
+        """A moving average of all weights, and the model that scores with it."""
+        weights, trainer, ranks = self.models.weights, self.models.trainer, self.models.turns.ranks
+        if not ranks.is_sharded or shards_model(self.recipe, ranks, weights.model):
+            model, shadow = trainer.copy_trained()
+            # What is gathered of shards is older than they are; the next passes gather it again.
+            free = getattr(model, "reshard", None)
+            return MovingAverage(decay, trainer.trained, shadow, publish=free), model
+        model = weights.copy()
+        copies = {n: p.data for n, p in model.named_parameters() if n in trainer.trained}
+        shadow = {name: p.detach().clone() for name, p in trainer.trained.items()}
+
+        def publish() -> None:
+            with ranks.work_apart():
+                copy_whole(shadow, copies)
+
+        return MovingAverage(decay, trainer.trained, shadow, publish=publish), model
+
+    def _make_copy(self, model: Any, label: str) -> LocalEngine:
+        engine = self.models.make_engine(
+            model,
+            label,
+            context_length=self.models.context_length,
+            autocast=self.models.weights.autocast,
+        )
+        if isinstance(engine, ShardedEngine):
+            self.notes.append(note_shards(label))
+        return engine
 
 
 def find_reason_to_score_first(recipe: Recipe, student: Student, local: LocalEngine) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from courtside.types import TokenUsage, Trajectory
@@ -38,8 +39,14 @@ class DraftStages:
 
     stages: Mapping[str, DraftStage]
     """By kind, which begins the names of its counts."""
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around all stages, which may ask a teacher whose weights are in shards over the ranks."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> DraftOutcome:
+        with self.together():
+            return self._run(trajectories)
+
+    def _run(self, trajectories: Sequence[Trajectory]) -> DraftOutcome:
         counts: Counter[str] = Counter()
         usage: dict[str, TokenUsage] = {}
         for kind, stage in self.stages.items():

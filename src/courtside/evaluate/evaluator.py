@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -75,8 +76,10 @@ class Evaluator:
         run_episodes: RunEpisodes | None,
         progress: ProgressMeter | None = None,
         ranks: Ranks = ALONE,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        self.ranks = ranks
+        """`together`: around what a teacher does whose weights may be in shards over the ranks."""
+        self.ranks, self.together = ranks, together
         self.recipe, self.tasks, self.suites = recipe, tasks, suites
         self.engine, self.renderer = engine, renderer
         self.teacher = teacher
@@ -213,7 +216,12 @@ class Evaluator:
     def _sample_teacher(self, attempts: Sequence[Attempt]) -> list[Trajectory]:
         assert self.teacher is not None
         write = self.teacher.write
-        return self._share(attempts, lambda part: self._sample(part, write, policy_version=None))
+
+        def answer(part: Sequence[Attempt]) -> list[Trajectory]:
+            with self.together():
+                return self._sample(part, write, policy_version=None)
+
+        return self._share(attempts, answer)
 
     def _sample(
         self,
@@ -308,7 +316,8 @@ class Evaluator:
         is_sampled = self.recipe.evaluate.temperature > 0
         if self.teacher is None or not is_sampled or self.recipe.reader is not None:
             return {}
-        targets = self.teacher.score(answers)
+        with self.together():
+            targets = self.teacher.score(answers)
         scored = [answer for answer in answers if answer.id in targets]
         logps = [targets[answer.id].logp_T.tolist() for answer in scored]
         metrics = {"kl_estimate": _mean_gap(scored, logps)}

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from courtside.ranks import Ranks
 from courtside.reader.base import Batch, Control, Hints, ReaderOutput
 from courtside.seeds import seed_for
 from courtside.types import Hint
@@ -127,6 +128,27 @@ def mirror_turn(hints: Hints, proposed: Hints, trajectories: Batch, seed: int) -
             relocated.append(replace(mirrored_hint, trajectory=trajectory, reason=reason))
     num_dropped = len(hints) - len(relocated)
     return ReaderOutput(hints=tuple(relocated), counts={"dropped/no_mirror_turn": num_dropped})
+
+
+def control_all_ranks(control: Control, ranks: Ranks) -> Control:
+    """`control` over the whole batch, of which this rank has some trajectories: it returns those of
+    its own. All ranks call it together."""
+    if ranks.size == 1:
+        return control
+
+    gather = ranks.gather_lists
+
+    def control_batch(
+        hints: Hints, proposed: Hints, trajectories: Batch, seed: int
+    ) -> ReaderOutput:
+        output = control(gather(hints), gather(proposed), gather(trajectories), seed)
+        ids = {trajectory.id for trajectory in trajectories}
+        return ReaderOutput(
+            hints=tuple(hint for hint in output.hints if hint.trajectory in ids),
+            counts=output.counts if ranks.is_leader else {},  # of the batch, once
+        )
+
+    return control_batch
 
 
 def pair_wrong_hints(

@@ -8,8 +8,9 @@ from typing import Literal
 
 from courtside.chat.model_client import ModelClient
 from courtside.errors import RecipeError
+from courtside.ranks import ALONE, Ranks
 from courtside.reader.base import CombinedReader, Reader
-from courtside.reader.controls import CONTROLS, pair_wrong_hints
+from courtside.reader.controls import CONTROLS, control_all_ranks, pair_wrong_hints
 from courtside.reader.custom import CustomReader
 from courtside.reader.human import HumanReader
 from courtside.reader.model.reader import ModelReader
@@ -30,22 +31,27 @@ def make_reader(
     ask_self: Callable[[ModelReaderConfig], ModelClient] | None = None,
     seed: int,
     contrast: Literal["random_hint", "other_kind"] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Reader:
     """A reader whose hints can be used as they are: existing turns, one hint each, in the budget.
 
     `ask_self` makes the client whose model is the student (`model.client.StudentClient`).
-    `contrast`: which other hints of the batch are wrong ones (`hints.contrast`).
+    `contrast`: which other hints of the batch are wrong ones (`hints.contrast`). `ranks`: each
+    reads its own part of a batch.
     """
     if isinstance(config, CombinedReaderConfig):
-        members = [make_reader(member, ask_self=ask_self, seed=seed) for member in config.readers]
+        members = [
+            make_reader(member, ask_self=ask_self, seed=seed, ranks=ranks)
+            for member in config.readers
+        ]
     else:
         members = [_make_single(config, ask_self, seed)]
-    control = CONTROLS.get(config.control)
+    controls = {name: control_all_ranks(control, ranks) for name, control in CONTROLS.items()}
     return CombinedReader(
         readers=members,
         max_hints=config.max_hints,
-        control=control,
-        pair=None if contrast is None else partial(pair_wrong_hints, CONTROLS[contrast]),
+        control=controls.get(config.control),
+        pair=None if contrast is None else partial(pair_wrong_hints, controls[contrast]),
         seed=seed,
     )
 

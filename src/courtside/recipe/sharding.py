@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import PositiveFloat
 
 from courtside.recipe.base import Section
@@ -13,6 +15,11 @@ class ShardingConfig(Section):
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass, and gather them again for its
     backward pass. False: less communication, and the whole model in memory during a pass."""
+    teachers: Literal["auto", "whole", "shards"] = "auto"
+    """Weights of teachers and the reference, where they are not those of the student's own copy:
+    whole on every process, or in shards over all of them, where each forward pass gathers one layer
+    after the other. auto: shards for models of more than 20 GB. Moving averages are always kept in
+    shards; this decides whether a whole copy scores, too."""
     timeout_minutes: PositiveFloat = 60.0
     """How long one process waits for another before the run ends: longer than the rollout of one
     may take after that of the others."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from courtside.ranks import Ranks
@@ -36,16 +37,26 @@ def batch_size(tasks: Sequence[Task]) -> int:
     return tasks.batch_size if isinstance(tasks, TaskShare) else len(tasks)
 
 
+def take_share(tasks: Sequence[Task], ranks: Ranks) -> TaskShare:
+    """This rank's part of a whole batch."""
+    return TaskShare(tasks, range(ranks.rank, len(tasks), ranks.size))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRollout:
     """Samples this rank's tasks, and returns those trajectories of all ranks that it trains on."""
 
     rollout: Callable[[Sequence[Task], int], list[Trajectory]]
     ranks: Ranks
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around a rollout in which a teacher samples, whose weights may be in shards over the ranks.
+    """
 
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-        share = TaskShare(tasks, range(self.ranks.rank, len(tasks), self.ranks.size))
-        sampled = self.ranks.gather_lists(self.rollout(share, step))
+        share = take_share(tasks, self.ranks)
+        with self.together():
+            trajectories = self.rollout(share, step)
+        sampled = self.ranks.gather_lists(trajectories)
         return balance_tokens(sampled, self.ranks.size)[self.ranks.rank]
 
 

@@ -78,9 +78,17 @@ class TeacherStage:
     """With a reader, only hinted turns and take-overs get targets."""
     take_over: TakeOver | None = None
     """Lets the teacher play on from the student's drafts before it scores; None: it only scores."""
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around all that teachers do in a step, where their weights are in shards over the ranks."""
 
     def __call__(
         self, trajectories: Sequence[Trajectory], hints: Sequence[Hint] = ()
+    ) -> list[Scored]:
+        with self.together():
+            return self._take_over_and_score(trajectories, hints)
+
+    def _take_over_and_score(
+        self, trajectories: Sequence[Trajectory], hints: Sequence[Hint]
     ) -> list[Scored]:
         if self.take_over is None:
             return self.score(trajectories, hints)

@@ -40,10 +40,13 @@ def kv_cache_tokens(
         return recipe.rollout.kv_cache_tokens
     if total is None:
         return DEFAULT_TOKENS
-    models = sum(p.nbytes for model in (weights.model, *teachers) for p in model.parameters())
+    from courtside.training.shards import local_rows
+
+    models = (weights.model, *teachers)
+    held = sum(local_rows(p).nbytes for model in models for p in model.parameters())
     trained = sum(p.nbytes for p in weights.trained.values())
     num_moments = 0 if recipe.train.optimizer_offload else 2
-    available = total - models - (num_moments + num_weight_copies(recipe)) * trained
+    available = total - held - (num_moments + num_weight_copies(recipe)) * trained
     return budget_kv_tokens(available, kv_bytes_per_token(weights.model, weights.autocast))
 
 

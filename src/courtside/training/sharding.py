@@ -4,20 +4,23 @@ Trainer and sampler are two models. The trainer's layers are `fully_shard`ed: ea
 its own forward and backward pass, and its gradient is reduce-scattered. Embeddings, final norm and
 LM head are gathered for the whole step, because the fused head takes the plain weight, and their
 gradient is reduce-scattered in the last pass. The sampler is a plain copy that samples and scores;
-it takes over the trained weights after each step. So nothing but the update has collectives, and
-engines, teachers and CUDA graphs see an ordinary model at fixed addresses.
+it takes over the trained weights after each step. So rollouts have no collectives, and engines and
+CUDA graphs see an ordinary model at fixed addresses.
+
+Frozen models may be sharded, too: large teachers, the reference, and moving averages, which are in
+the same shards as the trained weights. How ranks score with them is in `engines/sharded.py`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from courtside.engines.compatibility import disable_activation_checkpointing
@@ -25,26 +28,28 @@ from courtside.engines.lm_head import LMHead
 from courtside.errors import ModelError
 from courtside.ranks import Ranks
 from courtside.training.head import allocate_head_gradient
-from courtside.training.shards import copy_whole
+from courtside.training.shards import copy_whole, local_rows
 from courtside.training.weights import StudentWeights
 
 
 class ShardedWeights(StudentWeights):
     """The trainer's model; `sampler` has the same weights, whole."""
 
-    def __init__(
-        self, sampler: StudentWeights, ranks: Ranks, *, reshards: bool, casts_sampler: bool
-    ):
-        """`reshards`: a layer is gathered again for its backward pass. `casts_sampler` False:
-        moving averages need float32."""
+    def __init__(self, sampler: StudentWeights, mesh: DeviceMesh, *, reshards: bool):
+        """`reshards`: a layer is gathered again for its backward pass."""
         self.sampler, self.device, self.autocast = sampler, sampler.device, sampler.autocast
         self.adapter = None  # the sampler's is switched off and on, never the trainer's
-        self.model = _copy_to_host(sampler.model)
+        self.model, self.mesh = _copy_to_host(sampler.model), mesh
         disable_activation_checkpointing(sampler.model)
         self._reshards = reshards
-        self._layers = _shard(self.model, ranks, self.device, self.autocast, reshards=reshards)
+        self._layers = _shard(self.model, mesh, self.autocast, reshards=reshards)
+        for module in (self.model, *self._layers):
+            # Sums over the ranks: the denominators of the losses are those of the whole step.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        self.model.set_reshard_after_backward(False, recurse=False)
         self._trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        if casts_sampler and self.autocast is not None and sampler.adapter is None:
+        if self.autocast is not None and sampler.adapter is None:
             _cast_linear_weights(sampler.model, self.autocast)
 
     @property
@@ -83,41 +88,64 @@ class ShardedWeights(StudentWeights):
     def publish(self) -> None:
         copy_whole(self._trained, {n: p.data for n, p in self.sampler.trained.items()})
 
+    def copy(self) -> Any:
+        """A separate frozen model in shards, with the sampler's weights and their dtypes."""
+        model = _copy_to_host(self.sampler.model).eval().requires_grad_(False)
+        shard_for_scoring(model, self.mesh, self.autocast)
+        return model
 
-def _copy_to_host(model: Any) -> Any:
+    @torch.no_grad()
+    def copy_trained(self) -> tuple[Any, dict[str, Tensor]]:
+        """A separate frozen model in the same shards as the trained weights, in their dtypes; and
+        those shards."""
+        model = _copy_to_host(self.sampler.model, {n: p.dtype for n, p in self._trained.items()})
+        model.eval().requires_grad_(False)
+        shard_for_scoring(model, self.mesh, self.autocast)
+        shards = {n: p.data for n, p in model.named_parameters() if n in self._trained}
+        for name, shard in shards.items():
+            local_rows(shard).copy_(local_rows(self._trained[name]))
+        return model, shards
+
+
+def make_mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (ranks.size,))
+
+
+def shard_for_scoring(model: Any, mesh: DeviceMesh, autocast: torch.dtype | None) -> None:
+    """Shard a frozen model in place, layer by layer. It may be in host memory: a layer goes to the
+    device when it is sharded."""
+    _shard(model, mesh, autocast, reshards=True)
+
+
+def _copy_to_host(model: Any, dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
     """A copy with its parameters in host memory: `fully_shard` takes those of one layer after the
-    other to the device, which never holds two whole models."""
+    other to the device, which never holds two whole models. `dtypes`: by name, where they change.
+    """
+    dtypes = dtypes or {}
     copies = {
-        id(p): nn.Parameter(p.detach().to("cpu", copy=True), requires_grad=p.requires_grad)
-        for p in model.parameters()
+        id(p): nn.Parameter(
+            p.detach().to("cpu", dtypes.get(name), copy=True), requires_grad=p.requires_grad
+        )
+        for name, p in model.named_parameters()
     }
     return copy.deepcopy(model, memo=copies)
 
 
 def _shard(
-    model: Any,
-    ranks: Ranks,
-    device: torch.device,
-    autocast: torch.dtype | None,
-    *,
-    reshards: bool,
+    model: Any, mesh: DeviceMesh, autocast: torch.dtype | None, *, reshards: bool
 ) -> list[FSDPModule]:
     """Shard the model in place; returns its decoder layers."""
-    mesh = init_device_mesh(device.type, (ranks.size,))
     layers: list[Any] = list(_find_layers(model))
     # Gathered in the dtype of the shards, and cast by autocast alone, as in a single process.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    for module in (model, *layers):
-        # Sums over the ranks: the denominators of the losses are those of the whole step.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    model.set_reshard_after_backward(False, recurse=False)
     # Passes enter below the head. One through the whole model tells the layers what their root is.
-    with torch.no_grad(), torch.autocast(device.type, autocast, enabled=autocast is not None):
-        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False)
+    device_type = mesh.device_type
+    with torch.no_grad(), torch.autocast(device_type, autocast, enabled=autocast is not None):
+        ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+        model(input_ids=ids, use_cache=False)
     for module in (model, *layers):
         module.reshard()
     return layers
@@ -130,7 +158,8 @@ def _find_layers(model: Any) -> nn.ModuleList:
             return module
     raise ModelError(
         f"{type(model).__name__} has no list of {num_layers} decoder layers, so it cannot be "
-        "sharded over several processes. Train it with one process"
+        "sharded over several processes. Train with one process; for a teacher sharding.teachers = "
+        "'whole' is enough"
     )
 
 

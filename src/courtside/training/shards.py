@@ -29,6 +29,20 @@ def copy_whole(shards: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> N
         targets[name].copy_(gather_whole(shard.detach()))
 
 
+class GatheredTensors:
+    """Whole tensors of shards, in memory only while ranks score (`engines.sharded`)."""
+
+    def __init__(self, shards: Mapping[str, Tensor]) -> None:
+        self.shards = shards
+        self.whole: dict[str, Tensor] = {}
+
+    def gather(self) -> None:
+        self.whole = {name: gather_whole(shard) for name, shard in self.shards.items()}
+
+    def release(self) -> None:
+        self.whole = {}
+
+
 def copy_into(tensor: Tensor, whole: Tensor) -> None:
     """Copy a whole tensor into a shard, which takes its own part, or into a plain tensor."""
     if isinstance(tensor, DTensor):

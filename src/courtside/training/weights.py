@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from courtside.errors import ModelError
 from courtside.recipe.student import LoraConfig, StudentConfig
 from courtside.seeds import seed_for
 from courtside.training.adapter_targets import check_targets, find_bare_layers
+from courtside.training.shards import local_rows
 
 
 def pick_device(config: StudentConfig) -> torch.device:
@@ -83,7 +84,7 @@ class StudentWeights:
             yield
 
     @contextmanager
-    def swap_in(self, tensors: dict[str, Tensor]) -> Iterator[None]:
+    def swap_in(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """`tensors` in place of the trained weights: pointers are exchanged, nothing is copied."""
         before = {name: p.data for name, p in self.trained.items()}
         for name, parameter in self.trained.items():
@@ -116,6 +117,11 @@ class StudentWeights:
         disable_activation_checkpointing(model)
         return model.requires_grad_(False)
 
+    def copy_trained(self) -> tuple[Any, dict[str, Tensor]]:
+        """`copy`, and those of its weights that are trained here, for a moving average."""
+        model = self.copy()
+        return model, {n: p.data for n, p in model.named_parameters() if n in self.trained}
+
 
 def save_all_weights(weights: StudentWeights, folder: Path) -> tuple[int, ...]:
     """As safetensors that other programs load, in the dtype of the matmuls. Returns their
@@ -139,16 +145,34 @@ def fingerprint_weights(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 
 class MovingAverage:
-    """θ̄ ← d·θ̄ + (1 − d)·θ over the trained weights, starting from where they start."""
+    """θ̄ ← d·θ̄ + (1 − d)·θ over the trained weights, starting from where they start. Of shards each
+    rank averages its own rows."""
 
-    def __init__(self, decay: float, trained: dict[str, nn.Parameter], shadow: dict[str, Tensor]):
+    def __init__(
+        self,
+        decay: float,
+        trained: Mapping[str, nn.Parameter],
+        shadow: dict[str, Tensor],
+        *,
+        publish: Callable[[], None] | None = None,
+    ):
+        """`publish` brings a changed average to the model that scores, where that is another one;
+        all ranks call it together."""
         assert trained.keys() == shadow.keys()
         self.decay, self.trained, self.shadow = decay, trained, shadow
+        self._publish = publish
 
     @torch.no_grad()
     def update(self) -> None:
         for name, average in self.shadow.items():
-            average_in_place(average, self.trained[name].detach(), 1 - self.decay)
+            trained = local_rows(self.trained[name].detach())
+            average_in_place(local_rows(average), trained, 1 - self.decay)
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        if self._publish is not None:
+            self._publish()
 
 
 def _keep_differentiable(model: Any) -> None:

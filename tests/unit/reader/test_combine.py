@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any, cast
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_trajectories import assistant, balanced, play, tool, tool_missing
 
+from courtside.ranks import ALONE, Ranks
 from courtside.reader.base import CombinedReader, ReaderOutput
 from courtside.reader.controls import CONTROLS
 from courtside.reader.loading import make_reader
@@ -328,3 +331,52 @@ def test_hints_get_a_wrong_one_of_the_batch(contrast: str) -> None:
         assert alone.hints == () and alone.counts["rules/test"] == 2
         reason = "no_other_hint" if contrast == "random_hint" else "no_other_kind"
         assert alone.counts[f"dropped/{reason}"] == 2
+
+
+class RankInThread(Ranks):
+    """One of two ranks, each in a thread of its own."""
+
+    size = 2
+
+    def __init__(self, rank: int, values: list[Any], barrier: Barrier) -> None:
+        self.rank, self.values, self.barrier = rank, values, barrier
+
+    def exchange(self, value: Any) -> list[Any]:
+        self.values[self.rank] = value
+        self.barrier.wait(timeout=10)
+        gathered = list(self.values)
+        self.barrier.wait(timeout=10)
+        return gathered
+
+
+@pytest.mark.parametrize("setting", [*CONTROLS, "contrast"])
+def test_two_ranks_exchange_hints_as_one_process_does(setting: str) -> None:
+    """Each reads some of the trajectories; together they give the hints and counts of the batch."""
+    kinds = dict(zip("abcdef", ["date", "desk"] * 3, strict=True))
+    batch = [
+        deciding(id, f"{kind}/wrong", f"{kind}/right", f"{kind}/right", wrong=(1,))
+        for id, kind in kinds.items()
+    ]
+    hints = [hint(id, 1, "S" if id in "abcd" else id, f"rules:{kinds[id]}") for id in "abcdef"]
+
+    def read(ids: str, ranks: Ranks) -> ReaderOutput:
+        control = cast(Any, "none" if setting == "contrast" else setting)
+        reader = make_reader(
+            RuleReaderConfig(kind="rules", control=control),
+            seed=3,
+            contrast="random_hint" if setting == "contrast" else None,
+            ranks=ranks,
+        )
+        assert isinstance(reader, CombinedReader)
+        says = Says(*(h for h in hints if h.trajectory in ids))
+        return replace(reader, readers=[says])([t for t in batch if t.id in ids])
+
+    values, barrier = [None, None], Barrier(2)
+    with ThreadPoolExecutor(2) as threads:
+        ranks = [RankInThread(rank, values, barrier) for rank in range(2)]
+        first, second = threads.map(read, ("ad", "bcef"), ranks)
+    whole = read("abcdef", ALONE)
+    assert {*first.hints, *second.hints} == {*whole.hints}
+    assert len(first.hints) + len(second.hints) == len(whole.hints) > 0
+    assert {h.trajectory for h in first.hints} <= {*"ad"}, "its own, also where a hint moved"
+    assert Counter(first.counts) + Counter(second.counts) == Counter(whole.counts)

@@ -50,6 +50,7 @@ def is_worth_prepacking(model: Any, dtype: torch.dtype, *, num_steps: int) -> bo
         and model.device.type == "cpu"
         and model.dtype in (torch.float32, torch.bfloat16)
         and _is_supported(dtype)
+        and all(type(p) is nn.Parameter for p in model.parameters())  # no shards
         and sum(p.numel() for p in model.parameters()) >= MIN_PARAMETERS
     )
 

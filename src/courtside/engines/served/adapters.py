@@ -33,8 +33,12 @@ class AdapterTransport:
         """`save` writes the student's adapter into a folder."""
         self.pool, self.folder, self._save = pool, folder, save
 
-    def publish(self, name: str) -> None:
+    def publish(self, name: str) -> Path:
         self.folder.write(name, self._save)
+        return self.folder.locate(name)
+
+    def adopt(self, name: str, published: Path) -> None:
+        self.folder.adopt(name, published)
 
     def retract(self, name: str) -> None:
         self.folder.remove(name)

@@ -38,6 +38,12 @@ class Carrier(Protocol):
     def publish(self, name: str) -> Hashable:
         """The student's weights as they are now; returns a value that other weights do not have."""
 
+    def locate(self, name: str) -> Path | None:
+        """Where other ranks find what was published; None: in no folder."""
+
+    def adopt(self, name: str, folder: Path | None) -> None:
+        """What another rank has published there."""
+
     def retract(self, name: str) -> None: ...
 
     async def deliver(self, replica: Replica, name: str) -> None: ...
@@ -53,8 +59,13 @@ class FullWeightsTransport:
         self._checksums: dict[str, tuple[Hashable, Mapping[str, str]]] = {}
         """By replica: of the weights whose checksums were taken last, ours and the server's."""
 
-    def publish(self, name: str) -> None:
+    def publish(self, name: str) -> tuple[Hashable, Path | None]:
         self._fingerprints[name] = self.carrier.publish(name)
+        return self._fingerprints[name], self.carrier.locate(name)
+
+    def adopt(self, name: str, published: tuple[Hashable, Path | None]) -> None:
+        self._fingerprints[name], folder = published
+        self.carrier.adopt(name, folder)
 
     def retract(self, name: str) -> None:
         self.carrier.retract(name)
@@ -123,6 +134,13 @@ class FolderCarrier:
 
     def publish(self, name: str) -> Hashable:
         return self.folder.write(name, self._save)
+
+    def locate(self, name: str) -> Path:
+        return self.folder.locate(name)
+
+    def adopt(self, name: str, folder: Path | None) -> None:
+        assert folder is not None, "the leader wrote one"
+        self.folder.adopt(name, folder)
 
     def retract(self, name: str) -> None:
         self.folder.remove(name)

@@ -10,6 +10,7 @@ import asyncio
 import importlib.util
 import socket
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -46,6 +47,12 @@ class NcclCarrier:
 
     def publish(self, name: str) -> Hashable:
         return self._fingerprint()
+
+    def locate(self, name: str) -> None:
+        """Nothing was stored."""
+
+    def adopt(self, name: str, folder: Path | None) -> None:
+        raise AssertionError("refused with several ranks")
 
     def retract(self, name: str) -> None:
         """Nothing was stored."""

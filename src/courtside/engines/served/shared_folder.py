@@ -22,6 +22,8 @@ class SharedFolder:
         """`field`: of the recipe, for messages."""
         self.path, self.field = path, field
         self._folders: dict[str, Path] = {}
+        self._adopted: dict[str, Path] = {}
+        """Those of another rank, which removes them."""
         weakref.finalize(self, _remove, self._folders)
 
     def write(self, name: str, save: Callable[[Path], Saved]) -> Saved:
@@ -41,10 +43,15 @@ class SharedFolder:
         return result
 
     def locate(self, name: str) -> Path:
-        return self._folders[name].absolute()  # a link may lead elsewhere on the servers
+        folder = self._adopted.get(name) or self._folders[name]
+        return folder.absolute()  # a link may lead elsewhere on the servers
+
+    def adopt(self, name: str, folder: Path) -> None:
+        self._adopted[name] = folder
 
     def remove(self, name: str) -> None:
-        shutil.rmtree(self._folders.pop(name), ignore_errors=True)
+        if self._adopted.pop(name, None) is None:
+            shutil.rmtree(self._folders.pop(name), ignore_errors=True)
 
 
 def _remove(folders: dict[str, Path]) -> None:

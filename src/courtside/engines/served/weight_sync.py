@@ -3,13 +3,17 @@
 How they travel is a `Transport`'s: as an adapter (`adapters`), or all of them (`full_weights`,
 `nccl_transfer`). A replica that was away gets the current ones before its next request. After each
 load log-probs of some prompts are compared with the trainer's.
+
+Of several ranks the leader publishes each version and loads it into the replicas, and the others
+wait for that. A replica that was away gets it from the rank that asks it first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -33,7 +37,11 @@ from courtside.engines.served.weight_check import (
     shows_last_change,
 )
 from courtside.errors import RunError
+from courtside.ranks import ALONE, Ranks
 from courtside.types import VersionSpan
+
+LOCK_SECONDS = 0.05
+"""Between two tries to be the only rank that loads weights into a replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +60,11 @@ class Transport(Protocol):
     """Whether answers carry the name of the weights that sampled them. If not, the name is that of
     the model in requests, and a server without it refuses them."""
 
-    def publish(self, name: str) -> None:
-        """The student's weights as they are now, for servers to load."""
+    def publish(self, name: str) -> Any:
+        """The student's weights as they are now, for servers; returns what `adopt` takes."""
+
+    def adopt(self, name: str, published: Any) -> None:
+        """What another rank has published, so that this one may load it, too."""
 
     def retract(self, name: str) -> None:
         """No server is asked to load these any more."""
@@ -68,6 +79,17 @@ class Transport(Protocol):
         """Where log-probs tell nothing: why what was loaded cannot be the published weights."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """What the leader tells the other ranks of new weights."""
+
+    weights: PublishedWeights
+    published: Any
+    """For `Transport.adopt`."""
+    urls: frozenset[str]
+    """Of the replicas that have them."""
+
+
 class WeightSync:
     def __init__(
         self,
@@ -79,10 +101,12 @@ class WeightSync:
         score: Callable[[], tuple[float, ...]],
         probes: Sequence[ScoreRequest],
         max_staleness: int = 0,
+        ranks: Ranks = ALONE,
     ):
         """`score` gives the trainer's log-probs of the scored tokens of `probes`, one after the
         other. `max_staleness`: how many older versions may still be asked for."""
         self.pool, self.route, self.transport = pool, route, transport
+        self.ranks = ranks
         self.max_difference = max_difference
         self._score, self.probes = score, tuple(probes)
         self._run = uuid4().hex[:8]
@@ -108,10 +132,26 @@ class WeightSync:
 
     def publish(self, version: int) -> PublishedWeights:
         """Bring the student's weights to every replica that answers, check that they are what it
-        computes with, and forget older ones."""
+        computes with, and forget older ones. All ranks call it."""
+        if self.ranks.is_leader:
+            publication = self._publish(version)
+            self.ranks.exchange(publication)
+        else:
+            publication = self.ranks.exchange(None)[0]
+            self._adopt(publication)
+        while len(self.retained) > self._num_retained:
+            oldest = self.retained.pop(0).name
+            if self.ranks.is_leader:
+                self.pool.ask_each(partial(self._forget, name=oldest))
+            for replica in self.pool.replicas:
+                replica.loaded.discard(oldest)
+            self.transport.retract(oldest)
+        return publication.weights
+
+    def _publish(self, version: int) -> Publication:
         name = f"courtside-{self._run}-{version:06d}-{len(self._versions)}"
         self._versions[name] = version
-        self.transport.publish(name)
+        published = self.transport.publish(name)
         weights = PublishedWeights(version=version, name=name, trainer_logps=self._score())
         self.retained.append(weights)
         for tries in range(self.pool.config.max_retries + 1):
@@ -123,11 +163,17 @@ class WeightSync:
                 f"{self.pool.field}.urls: no server took the weights of step {version}; none of "
                 f"{list(self.pool.config.urls)} answers. Check that they run. {GO_ON}"
             )
-        while len(self.retained) > self._num_retained:
-            oldest = self.retained.pop(0).name
-            self.pool.ask_each(partial(self._forget, name=oldest))
-            self.transport.retract(oldest)
-        return weights
+        urls = frozenset(r.url for r in self.pool.replicas if name in r.loaded)
+        return Publication(weights=weights, published=published, urls=urls)
+
+    def _adopt(self, publication: Publication) -> None:
+        weights = publication.weights
+        self._versions[weights.name] = weights.version
+        self.transport.adopt(weights.name, publication.published)
+        self.retained.append(weights)
+        for replica in self.pool.replicas:
+            if replica.url in publication.urls:
+                replica.loaded.add(weights.name)
 
     def read_versions(self, generated: Generated) -> tuple[VersionSpan, ...]:
         """Of an answer's tokens; empty: the request named its weights."""
@@ -153,11 +199,25 @@ class WeightSync:
 
     async def _prepare(self, replica: Replica) -> None:
         async with self._locks[replica.url]:
-            for weights in self.retained[-self._num_retained :]:
-                if weights.name not in replica.loaded:
+            needed = self.retained[-self._num_retained :]
+            missing = [weights for weights in needed if weights.name not in replica.loaded]
+            if not missing:
+                return
+            async with self._keep_ranks_out(replica):
+                for weights in missing:
                     await self.transport.load(replica, weights.name)
                     await self._check(replica, weights)
                     replica.loaded.add(weights.name)
+
+    @asynccontextmanager
+    async def _keep_ranks_out(self, replica: Replica) -> AsyncIterator[None]:
+        """Two ranks may notice at once that a server was restarted."""
+        while not self.ranks.try_lock(replica.url):
+            await asyncio.sleep(LOCK_SECONDS)
+        try:
+            yield
+        finally:
+            self.ranks.unlock(replica.url)
 
     def _recover(self, replica: Replica, error: RefusedError | StaleReplicaError) -> bool:
         """A server that was restarted has lost its weights."""
@@ -200,7 +260,6 @@ class WeightSync:
     async def _forget(self, replica: Replica, name: str) -> None:
         if name not in replica.loaded:
             return
-        replica.loaded.discard(name)
         try:
             await self.transport.unload(replica, name)
         except (UnavailableError, RefusedError):
