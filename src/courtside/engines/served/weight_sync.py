@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -32,8 +31,13 @@ from courtside.engines.served.weight_check import (
     find_weight_problem,
     shows_last_change,
 )
-from courtside.errors import RunError
+from courtside.errors import ServerError
 from courtside.types import VersionSpan
+
+PATIENCE = 3.0
+"""Replicas get so many times as long for new weights as the first of them took."""
+MIN_PATIENCE = 5.0
+"""Seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +66,7 @@ class Transport(Protocol):
         """Returns when this replica samples with them; raises `UnavailableError`."""
 
     async def unload(self, replica: Replica, name: str) -> None:
-        """After newer ones are there."""
+        """After newer ones are there; raises `UnavailableError`."""
 
     async def find_stale_weights(self, replica: Replica, name: str) -> str | None:
         """Where log-probs tell nothing: why what was loaded cannot be the published weights."""
@@ -115,18 +119,20 @@ class WeightSync:
         weights = PublishedWeights(version=version, name=name, trainer_logps=self._score())
         self.retained.append(weights)
         for tries in range(self.pool.config.max_retries + 1):
-            if any(self.pool.ask_each(self._try_to_prepare)):
+            if self.pool.run(self._prepare_all()):
                 break
             time.sleep(min(self.pool.first_wait * 2.0**tries, LONGEST_WAIT))
         else:
-            raise RunError(
+            raise ServerError(
                 f"{self.pool.field}.urls: no server took the weights of step {version}; none of "
                 f"{list(self.pool.config.urls)} answers. Check that they run. {GO_ON}"
             )
-        while len(self.retained) > self._num_retained:
-            oldest = self.retained.pop(0).name
-            self.pool.ask_each(partial(self._forget, name=oldest))
-            self.transport.retract(oldest)
+        if retired := self.retained[: -self._num_retained]:
+            # In one statement: requests of another thread may be under way.
+            self.retained = self.retained[-self._num_retained :]
+            self.pool.run(self._prepare_all())  # the servers unload them
+            for old in retired:
+                self.transport.retract(old.name)
         return weights
 
     def read_versions(self, generated: Generated) -> tuple[VersionSpan, ...]:
@@ -142,22 +148,65 @@ class WeightSync:
 
     # ── in the event loop of the pool ────────────────────────────────────────────────────────────
 
+    async def _prepare_all(self) -> bool:
+        """Whether a replica has the current weights now. One that fails, hangs or is far slower
+        than another gets them before its next request."""
+        loop = asyncio.get_running_loop()
+        start, seconds, is_ready = loop.time(), None, False
+        available = [r for r in self.pool.replicas if not r.is_blocked] or self.pool.replicas
+        work = {asyncio.ensure_future(self._try_to_prepare(r)): r for r in available}
+        waiting = set(work)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+                is_ready |= any([task.result() for task in done])
+                if is_ready and seconds is None:
+                    seconds = max(PATIENCE * (loop.time() - start), MIN_PATIENCE)
+            for task in waiting:
+                self.pool.report_failure(work[task], "it does not take the weights in time")
+        finally:
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+        return is_ready
+
     async def _try_to_prepare(self, replica: Replica) -> bool:
-        """Whether it has the current weights now; if not, it gets them before its next request."""
+        """Whether it has the current weights now."""
         try:
             await self._prepare(replica)
         except UnavailableError as error:
-            replica.report_failure(self.pool.first_wait, error.wait)
+            self.pool.report_failure(replica, str(error), error.wait)
+            return False
+        except RefusedError as error:  # it restarted between two requests
+            if not self._recover(replica, error):
+                raise
             return False
         return True
 
     async def _prepare(self, replica: Replica) -> None:
+        """Load what it lacks, and unload what nobody asks for any more."""
         async with self._locks[replica.url]:
-            for weights in self.retained[-self._num_retained :]:
-                if weights.name not in replica.loaded:
+            while (weights := self._find_missing(replica)) is not None:
+                try:
                     await self.transport.load(replica, weights.name)
                     await self._check(replica, weights)
-                    replica.loaded.add(weights.name)
+                except ServerError:
+                    if weights in self.retained:
+                        raise
+                    continue  # they were retired meanwhile, and their folder is gone
+                replica.loaded.add(weights.name)
+            for name in sorted(replica.loaded - {w.name for w in self.retained}):
+                await self.transport.unload(replica, name)
+                replica.loaded.discard(name)
+
+    def _find_missing(self, replica: Replica) -> PublishedWeights | None:
+        """The oldest weights that requests may name and this replica does not have."""
+        recent = self.retained[-self._num_retained :]
+        return next((w for w in recent if w.name not in replica.loaded), None)
 
     def _recover(self, replica: Replica, error: RefusedError | StaleReplicaError) -> bool:
         """A server that was restarted has lost its weights."""
@@ -185,7 +234,7 @@ class WeightSync:
         if problem is None and not shows_last_change(current, earlier):
             problem = await self.transport.find_stale_weights(replica, weights.name)
         if problem is not None:
-            raise RunError(
+            raise ServerError(
                 f"{self.pool.field}.urls: {replica.url} does not sample with the student's weights "
                 f"of step {weights.version}: {problem}. Nothing was sampled with them. "
                 + (
@@ -196,12 +245,3 @@ class WeightSync:
                 )
             )
         self._earlier[replica.url] = [*earlier[:1], current]
-
-    async def _forget(self, replica: Replica, name: str) -> None:
-        if name not in replica.loaded:
-            return
-        replica.loaded.discard(name)
-        try:
-            await self.transport.unload(replica, name)
-        except (UnavailableError, RefusedError):
-            return  # it restarted, or evicted them: they are gone either way
