@@ -39,6 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from workload import REPOSITORY, store
 
 from courtside.artifacts.server_commands import find_server_commands
+from courtside.interrupts import raise_on_termination
 from courtside.recipe.load import parse_recipe
 from courtside.report.folder import toml
 from courtside.training import checkpoints
@@ -329,6 +330,7 @@ def describe_words(log: Path) -> dict[str, int]:
 
 def main() -> None:
     args = parse_args()
+    raise_on_termination()  # servers and the mount go, too
     result = header("chaos", torch.device("cpu")) | {
         "load_before": os.getloadavg()[0],
         "seed": args.seed,
