@@ -23,15 +23,15 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from chaos_account import account_for_run
+from chaos_account import Account, account_for_run
 from chaos_faults import Proxy, ServerProcess, SmallDisk, TrainingProcess, find_free_port
 from gpu_machine import header
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -68,7 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--python", type=Path, required=True, help="interpreter with vLLM")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pause", type=float, default=15.0, help="mean seconds between faults")
+    parser.add_argument("--pause", type=float, default=30.0, help="mean seconds between faults")
     parser.add_argument("--staleness", type=int, default=1, help="rollout.server.max_staleness")
     parser.add_argument("--work", type=Path, help="folder for models, logs and the run")
     parser.add_argument("--out", type=Path, default=Path("chaos.json"))
@@ -163,6 +163,10 @@ class Chaos:
 
     run: TrainingProcess
     folder: Path
+    tree: dict[str, Any]
+    """The recipe."""
+    teacher: Path
+    """The model that its server has."""
     servers: list[ServerProcess]
     proxies: list[Proxy]
     disk: SmallDisk
@@ -302,15 +306,56 @@ class Chaos:
             time.sleep(0.2)
         if self.count_steps() < first + 3:
             self.problems.append("no step was recorded after the last fault")
+        self.stop_run()
+
+    def stop_run(self) -> None:
         self.signal_run(signal.SIGTERM)
         code = self.run.wait(RECOVERY_SECONDS)
         self.note_end(code)
         if code != 143:
             self.problems.append(f"SIGTERM ended it with {code}")
 
+    def account(self) -> Account:
+        for server in self.servers:
+            server.kill()
+        return account_for_run(self.folder, self.tree, resumes=self.resumes, teacher=self.teacher)
+
+    def list_folders(self) -> list[str]:
+        """Of weights that no process uses any more."""
+        return sorted(path.name for path in (self.disk.path / "weights").glob("*courtside-*"))
+
     def count_steps(self) -> int:
         file = self.folder / "metrics.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+@contextmanager
+def set_up(work: Path, python: Path, *, seed: int, staleness: int) -> Iterator[Chaos]:
+    """Servers that are ready, and a run that has not begun; all of it goes in the end."""
+    work.mkdir(parents=True, exist_ok=True)
+    student, teacher = (save_model(work / name, seed) for seed, name in enumerate(("s", "t")))
+    with ExitStack() as stack:
+        disk = SmallDisk(work / "disk", 600)
+        stack.callback(disk.close)
+        ports = [find_free_port() for _ in range(NUM_SERVERS + 1)]
+        proxies = [Proxy(port) for port in ports]
+        urls = [proxy.url for proxy in proxies]
+        tree = make_recipe(student, teacher, disk.path, urls, seed=seed, staleness=staleness)
+        servers = make_servers(tree, ports, python, work)
+        recipe, folder = work / "recipe.toml", disk.path / "run"
+        recipe.write_text(toml.dumps(tree))
+        for server in servers:
+            stack.callback(server.kill)
+            server.start()
+        for server in servers:
+            server.wait_until_ready(START_SECONDS)
+        command = ["nice", "-n", "5", sys.executable, "-m", "courtside", "train", str(recipe),
+                   "--run", str(folder)]  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "src")}
+        run = TrainingProcess(command, environment, work / "run.log")
+        stack.callback(run.signal, signal.SIGKILL)
+        yield Chaos(run=run, folder=folder, tree=tree, teacher=teacher, servers=servers,
+                    proxies=proxies, disk=disk, draw=random.Random(seed))  # fmt: skip
 
 
 def read_adapters(server: ServerProcess) -> list[str]:
@@ -338,40 +383,15 @@ def main() -> None:
                      "staleness": args.staleness, "fault_weights": WEIGHTS},
     }  # fmt: skip
     work = args.work or Path(tempfile.mkdtemp(prefix="chaos-"))
-    work.mkdir(parents=True, exist_ok=True)
-    student, teacher = (save_model(work / name, seed) for seed, name in enumerate(("s", "t")))
-    with ExitStack() as stack:
-        disk = SmallDisk(work / "disk", 600)
-        stack.callback(disk.close)
-        ports = [find_free_port() for _ in range(NUM_SERVERS + 1)]
-        proxies = [Proxy(port) for port in ports]
-        tree = make_recipe(student, teacher, disk.path, [p.url for p in proxies],
-                           seed=args.seed, staleness=args.staleness)  # fmt: skip
-        servers = make_servers(tree, ports, args.python, work)
-        recipe = work / "recipe.toml"
-        recipe.write_text(toml.dumps(tree))
-        for server in servers:
-            stack.callback(server.kill)
-            server.start()
-        for server in servers:
-            server.wait_until_ready(START_SECONDS)
-        folder = disk.path / "run"
-        command = ["nice", "-n", "5", sys.executable, "-m", "courtside", "train", str(recipe),
-                   "--run", str(folder)]  # fmt: skip
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "src")}
-        run = TrainingProcess(command, environment, work / "run.log")
-        stack.callback(run.signal, signal.SIGKILL)
-        chaos = Chaos(run=run, folder=folder, servers=servers, proxies=proxies, disk=disk,
-                      draw=random.Random(args.seed))  # fmt: skip
+    with set_up(work, args.python, seed=args.seed, staleness=args.staleness) as chaos:
         chaos.start_run()
         chaos.rage(args.minutes, args.pause)
         chaos.calm_down()
         minutes = chaos.now() / 60
-        left = sorted(path.name for path in (disk.path / "weights").glob("*courtside-*"))
+        left = chaos.list_folders()
+        servers, proxies, disk = chaos.servers, chaos.proxies, chaos.disk
         adapters = {server.name: read_adapters(server) for server in servers[:NUM_SERVERS]}
-        for server in servers:
-            server.kill()
-        account = account_for_run(folder, tree, resumes=chaos.resumes, teacher=teacher)
+        account = chaos.account()
     problems = chaos.problems + account.problems
     kinds = Counter(e["kind"] for e in chaos.events if e["kind"] in WEIGHTS)
     result |= {
@@ -384,7 +404,7 @@ def main() -> None:
         "server_starts": {server.name: server.num_starts for server in servers},
         "run_starts": len(chaos.resumes),
         "run_ends_by_code": dict(Counter(str(end["code"]) for end in chaos.ends)),
-        "words_of_the_run": describe_words(run.log),
+        "words_of_the_run": describe_words(chaos.run.log),
         "account": account.summarize(),
         "folders_left": left,
         "adapters_left": adapters,

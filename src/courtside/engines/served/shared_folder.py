@@ -23,7 +23,7 @@ LOCK = ".lock"
 """In each folder, locked as long as the process that wrote it lives."""
 PREFIXES = ("courtside-", ".courtside-")
 """Of whole folders, and of those that are being written."""
-MIN_AGE = 10.0
+MIN_AGE = 1.0
 """Seconds: a folder is there a moment before its lock is."""
 
 
