@@ -50,7 +50,6 @@ def test_each_trajectory_is_trained_once_whatever_fails(tmp_path: Path) -> None:
         run.signal_run(signal.SIGKILL)
         run.run.wait(30)
         run.watch_run()
-        time.sleep(3)  # it rewinds to its checkpoint
         wait_for_steps(run, 2)
         second.signal(signal.SIGSTOP)
         wait_for_steps(run, 2)

@@ -17,6 +17,7 @@ from support.vllm_stand_in import GENERATE, VllmStandIn, respond
 from courtside.engines.served.pool import RefusedError, Request
 from courtside.engines.served.shared_folder import LOCK, SharedFolder
 from courtside.errors import RunError, ServerError
+from courtside.ranks import Failure
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -242,5 +243,8 @@ def test_an_old_adapter_that_could_not_be_unloaded_is_given_back_in_the_end(
     assert not servers[0].adapters
 
 
-def test_a_refusal_is_an_error_of_servers() -> None:
-    assert issubclass(RefusedError, ServerError) and issubclass(ServerError, RunError)
+def test_a_refusal_on_one_rank_is_told_by_the_others_without_a_traceback() -> None:
+    refused = RefusedError("server: refused the request", status=400, text="")
+    error = Failure.of(refused, 1).to_error()
+    assert type(error) is ServerError
+    assert str(error) == "rank 1: server: refused the request"
