@@ -101,7 +101,7 @@ def check_ids(
     account.check(run.trajectory_steps() == steps, "trajectories of other steps than the metrics'")
     recipe = parts.recipe
     all_stored = []
-    for step in steps:
+    for step in sorted({*steps} & {*run.trajectory_steps()}):
         tasks = parts.tasks.batch(step, recipe.train.prompts_per_step)
         task_of = {
             trajectory_id(step, index, n): task
