@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 LOGPROB = re.compile(rb'"logprob":\s?-?\d+\.\d+(?:e-?\d+)?')
-FIRST_ID = re.compile(rb'"token_ids":\[\d+,')
+FIRST_ID = re.compile(rb'"token_ids":\s?\[\d+,')
 CHUNK = 1 << 16
 
 
@@ -117,10 +117,16 @@ class Proxy:
 
 
 def spoil(answer: bytes, mode: str) -> bytes:
-    """One number of as many bytes: the answer's length was sent before."""
+    """One number less, in as many bytes: the answer's length was sent before. The last log-prob is
+    one of an answer's tokens, where the first may be one of the prompt that nobody needs."""
     if mode == "nan":
-        return LOGPROB.sub(lambda m: b'"logprob":' + b"NaN".rjust(len(m[0]) - 10), answer, count=1)
-    return FIRST_ID.sub(lambda m: b'"token_ids":[' + b" " * (len(m[0]) - 13), answer, count=1)
+        matches = [*LOGPROB.finditer(answer)]
+        if not matches:
+            return answer
+        start, end = matches[-1].span()
+        number = b"NaN".rjust(end - start - len(b'"logprob":'))
+        return answer[:start] + b'"logprob":' + number + answer[end:]
+    return FIRST_ID.sub(lambda m: m[0][: m[0].index(b"[") + 1].ljust(len(m[0])), answer, count=1)
 
 
 def _tear(writer: asyncio.StreamWriter) -> None:
