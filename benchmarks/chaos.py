@@ -368,9 +368,9 @@ def read_adapters(server: ServerProcess) -> list[str]:
 def describe_words(log: Path) -> dict[str, int]:
     """What the run said of its servers, counted."""
     text = log.read_text(errors="replace")
-    words = ("is left alone for a while", "answers again", "does not take the weights in time",
+    phrases = ("is left alone for a while", "answers again", "does not take the weights in time",
              "another server answered the same request first")  # fmt: skip
-    return {word: text.count(word) for word in words}
+    return {phrase: text.count(phrase) for phrase in phrases}
 
 
 def main() -> None:
@@ -388,7 +388,7 @@ def main() -> None:
         chaos.rage(args.minutes, args.pause)
         chaos.calm_down()
         minutes = chaos.now() / 60
-        left = chaos.list_folders()
+        remaining = chaos.list_folders()
         servers, proxies, disk = chaos.servers, chaos.proxies, chaos.disk
         adapters = {server.name: read_adapters(server) for server in servers[:NUM_SERVERS]}
         account = chaos.account()
@@ -406,7 +406,7 @@ def main() -> None:
         "run_ends_by_code": dict(Counter(str(end["code"]) for end in chaos.ends)),
         "words_of_the_run": describe_words(chaos.run.log),
         "account": account.summarize(),
-        "folders_left": left,
+        "folders_left": remaining,
         "adapters_left": adapters,
         "disk_was_mounted": disk.is_mounted,
         "ends": chaos.ends,

@@ -182,10 +182,10 @@ def train_step_again(
         id = s.trajectory.id
         assert s.student_logp is not None and s.teacher_logp is not None
         add_difference(account, "trainer", s.student_logp, update.student_logp[id])
-    for s, again in zip(stored, scored, strict=True):
-        assert again.target is not None and s.teacher_logp is not None
-        if again.target.logp_T is not None:
-            add_difference(account, "teacher", s.teacher_logp, again.target.logp_T.tolist())
+    for s, rescored in zip(stored, scored, strict=True):
+        assert rescored.target is not None and s.teacher_logp is not None
+        if rescored.target.logp_T is not None:
+            add_difference(account, "teacher", s.teacher_logp, rescored.target.logp_T.tolist())
 
 
 def add_difference(

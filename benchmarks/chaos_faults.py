@@ -76,7 +76,7 @@ class Proxy:
             _tear(writer)
             return
         try:
-            there, to_server = await asyncio.open_connection("127.0.0.1", self.target)
+            from_server, to_server = await asyncio.open_connection("127.0.0.1", self.target)
         except OSError:
             _tear(writer)
             return
@@ -84,7 +84,7 @@ class Proxy:
         try:
             await asyncio.gather(
                 self._pump(reader, to_server, is_answer=False),
-                self._pump(there, writer, is_answer=True),
+                self._pump(from_server, writer, is_answer=True),
             )
         finally:
             for end in (writer, to_server):

@@ -106,17 +106,17 @@ def run(
     act: Callable[[], object] = lambda: None,
     mend: Callable[[], object] = lambda: None,
 ) -> list[str]:
-    """Until it has finished; the words with which it stopped before, each time to be mended."""
-    console, words = ActsOnStep(act), []
+    """Until it has finished; the messages with which it stopped before, each time to be mended."""
+    console, messages = ActsOnStep(act), []
     while True:
         try:
             train(recipe, folder, console=console)
         except ServerError as error:
-            words.append(str(error))
-            assert len(words) < 4
+            messages.append(str(error))
+            assert len(messages) < 4
             mend()
         else:
-            return words
+            return messages
 
 
 def read_weights(folder: Path) -> Any:
@@ -173,11 +173,11 @@ def test_a_network_that_fails_changes_nothing(
     recipe = make_recipe(cluster, tiny_folder, tmp_path / "w", max_staleness=max_staleness)
     weights = calm(max_staleness)
     healed = threading.Event()
-    words = run(
+    messages = run(
         recipe, tmp_path / "run", lambda: fail_for(cluster.proxies[0], mode, 1.0, healed.set)
     )
     assert healed.wait(5)
-    assert words == []
+    assert messages == []
     check_trajectories(tmp_path / "run", lambda step: max(0, step - max_staleness))
     ours = read_weights(tmp_path / "run")
     assert all(torch.equal(ours[name], weights[name]) for name in weights)
@@ -203,9 +203,9 @@ def test_spoiled_answers_stop_the_run_and_it_goes_on(
         proxy.set_mode("pass")
         spare.set_mode("pass")
 
-    words = run(recipe, tmp_path / "run", spoil, mend)
-    assert len(words) == 1
-    assert words and all("answered with" in word and "same command" in word for word in words)
+    messages = run(recipe, tmp_path / "run", spoil, mend)
+    assert len(messages) == 1
+    assert messages and all("answered with" in word and "same command" in word for word in messages)
     check_trajectories(tmp_path / "run", lambda step: step)
     ours = read_weights(tmp_path / "run")
     assert all(torch.equal(ours[name], weights[name]) for name in weights)
