@@ -104,7 +104,13 @@ def save_model(folder: Path, seed: int) -> Path:
 def make_recipe(
     student: Path, teacher: Path, disk: Path, urls: list[str], *, seed: int, staleness: int
 ) -> dict[str, Any]:
+    """`urls` of the servers, the teacher's last; without one it is in the training process."""
     faults = {"timeout": 40.0, "max_retries": 5}
+    local = {"kind": "model", "model": str(teacher), "dtype": "float32"}
+    served = {
+        "kind": "server",
+        "server": {"urls": urls[NUM_SERVERS:], "model": str(teacher), **faults},
+    }
     return {
         "seed": seed,
         "student": {"model": str(student), "lora": {"rank": 8}, "dtype": "float32"},
@@ -117,10 +123,7 @@ def make_recipe(
                 "sync_folder": str(disk / "weights"), **faults,
             },
         },
-        "teacher": {
-            "kind": "server",
-            "server": {"urls": urls[NUM_SERVERS:], "model": str(teacher), **faults},
-        },
+        "teacher": served if urls[NUM_SERVERS:] else local,
         "losses": [{"kind": "divergence", "support": {"kind": "top_k", "k": 16, "of": "teacher"}}],
         "train": {"steps": 1_000_000, "prompts_per_step": 4, "learning_rate": 1e-3},
         "evaluate": {"num_tasks": 1, "before": False, "teacher": False},
@@ -134,10 +137,10 @@ def make_servers(
     """As `courtside serve` starts them, on the ports before which the proxies are."""
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     rollout = tree["rollout"] | {"server": tree["rollout"]["server"] | {"urls": urls[:NUM_SERVERS]}}
-    server = tree["teacher"]["server"] | {"urls": urls[NUM_SERVERS:]}
-    direct = parse_recipe(
-        tree | {"rollout": rollout, "teacher": {"kind": "server", "server": server}}
-    )
+    teacher = tree["teacher"]
+    if urls[NUM_SERVERS:]:
+        teacher = teacher | {"server": teacher["server"] | {"urls": urls[NUM_SERVERS:]}}
+    direct = parse_recipe(tree | {"rollout": rollout, "teacher": teacher})
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
                "--max-num-seqs", "16"]  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
@@ -330,14 +333,16 @@ class Chaos:
 
 
 @contextmanager
-def set_up(work: Path, python: Path, *, seed: int, staleness: int) -> Iterator[Chaos]:
+def set_up(
+    work: Path, python: Path, *, seed: int, staleness: int, serves_teacher: bool = True
+) -> Iterator[Chaos]:
     """Servers that are ready, and a run that has not begun; all of it goes in the end."""
     work.mkdir(parents=True, exist_ok=True)
     student, teacher = (save_model(work / name, seed) for seed, name in enumerate(("s", "t")))
     with ExitStack() as stack:
         disk = SmallDisk(work / "disk", 600)
         stack.callback(disk.close)
-        ports = [find_free_port() for _ in range(NUM_SERVERS + 1)]
+        ports = [find_free_port() for _ in range(NUM_SERVERS + serves_teacher)]
         proxies = [Proxy(port) for port in ports]
         urls = [proxy.url for proxy in proxies]
         tree = make_recipe(student, teacher, disk.path, urls, seed=seed, staleness=staleness)

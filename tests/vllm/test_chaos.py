@@ -1,4 +1,4 @@
-"""A training process, three vLLM servers and a network between them, all of which fail in turn.
+"""A training process, two vLLM servers and a network between them, all of which fail in turn.
 
 benchmarks/chaos.py does the same for half an hour by a schedule that is drawn.
 """
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: `make test` sets it up"),
 ]
-STEP_SECONDS = 300
+STEP_SECONDS = 180
 
 
 def wait_for_steps(run: Any, more: int) -> None:
@@ -34,18 +34,14 @@ def wait_for_steps(run: Any, more: int) -> None:
 
 
 def test_each_trajectory_is_trained_once_whatever_fails(tmp_path: Path) -> None:
-    with chaos.set_up(tmp_path, PYTHON, seed=0, staleness=1) as run:
-        (first, second, teacher), proxies = run.servers, run.proxies
+    chaotic = chaos.set_up(tmp_path, PYTHON, seed=0, staleness=1, serves_teacher=False)
+    with chaotic as run:
+        (first, second), (to_first, _) = run.servers, run.proxies
         run.start_run()
         wait_for_steps(run, 2)
         first.kill()
         first.start()  # with the weights of its start; the other one samples meanwhile
         wait_for_steps(run, 2)
-        proxies[1].set_mode("cut")
-        proxies[2].set_mode("delay", 0.2)
-        wait_for_steps(run, 2)
-        proxies[1].set_mode("pass")
-        proxies[2].set_mode("pass")
         first.wait_until_ready(STEP_SECONDS)  # a run does not begin without one of its servers
         run.signal_run(signal.SIGKILL)
         run.run.wait(30)
@@ -54,15 +50,14 @@ def test_each_trajectory_is_trained_once_whatever_fails(tmp_path: Path) -> None:
         second.signal(signal.SIGSTOP)
         wait_for_steps(run, 2)
         second.signal(signal.SIGCONT)
-        teacher.signal(signal.SIGSTOP)
-        time.sleep(2)
-        teacher.signal(signal.SIGCONT)
+        to_first.set_mode("cut")
         wait_for_steps(run, 2)
+        to_first.set_mode("pass")
         run.stop_run()
         assert run.list_folders() == [], "and of the process that was killed"
         account = run.account()
     assert run.problems == [] and account.problems == []
     assert run.resumes[0] == 0 < run.resumes[1] and len(run.resumes) == 2
     assert [end["code"] for end in run.ends] == [-signal.SIGKILL, 143]
-    assert account.num_steps >= 10 and account.num_trajectories == 12 * account.num_steps
+    assert account.num_steps >= 8 and account.num_trajectories == 12 * account.num_steps
     assert account.num_intervals >= 2 and set(account.num_by_age) == {0, 1}
