@@ -211,6 +211,14 @@ class Chaos:
         time.sleep(1)
         self.start_run()
 
+    def watch_servers(self) -> None:
+        """One whose engine fails ends by itself, and is started again as a supervisor would."""
+        for server in self.servers:
+            if not server.is_running and server.name not in self._busy:
+                self.say("server ended by itself", target=server.name)
+                server.kill()
+                server.start()
+
     def note_end(self, code: int) -> None:
         text = self.run.read_log()
         lines = [line for line in text.splitlines() if line.strip()]
@@ -295,6 +303,7 @@ class Chaos:
                 self.inject()
                 due = time.monotonic() + min(self.draw.expovariate(1 / pause), 4 * pause)
             self.end_faults(until=time.monotonic())
+            self.watch_servers()
             self.watch_run()
             time.sleep(0.1)
 
@@ -305,6 +314,7 @@ class Chaos:
         first = self.count_steps()
         end = time.monotonic() + RECOVERY_SECONDS
         while self.count_steps() < first + 3 and time.monotonic() < end:
+            self.watch_servers()
             self.watch_run()
             time.sleep(0.2)
         if self.count_steps() < first + 3:
@@ -405,6 +415,9 @@ def main() -> None:
         "problems": problems,
         "faults": dict(kinds),
         "faults_in_all": sum(kinds.values()),
+        "servers_ended_by_themselves": sum(
+            e["kind"] == "server ended by itself" for e in chaos.events
+        ),
         "spoiled_answers": sum(proxy.num_spoiled for proxy in proxies),
         "server_starts": {server.name: server.num_starts for server in servers},
         "run_starts": len(chaos.resumes),

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import os
 import random
+import shlex
 import signal
 import socket
 import statistics
@@ -72,6 +73,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--flags",
+        default="",
+        help="more for servers that are started here: --flags=--enforce-eager",
+    )
     parser.add_argument("--steps", type=int, default=0, help="of training, waiting and ahead")
     parser.add_argument("--prompts-per-step", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("servers.json"))
@@ -97,7 +103,7 @@ def start_server(args: argparse.Namespace, dtype: str) -> Iterator[str]:
          "--host", "127.0.0.1", "--port", str(port),
          "--dtype", dtype, "--max-model-len", str(length), "--enable-scale-out",
          "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
-         *(adapters if args.steps else [])],
+         *(adapters if args.steps else []), *shlex.split(args.flags)],
         env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         start_new_session=True,
     )  # fmt: skip
@@ -201,9 +207,12 @@ def main() -> None:
     dtype = resolve_dtype(args.dtype, device)
     model = load_model(args.weights, dtype=dtype, device=device)
     local = LocalEngine(model, load_tokenizer(args.weights), name="local")
-    draw = random.Random(SEED)
+    draw, vocab_size = random.Random(SEED), local.head.vocab_size
     prompts = [
-        tuple(draw.randrange(1000, local.head.vocab_size) for _ in range(args.prompt_tokens))
+        tuple(
+            draw.randrange(min(1000, vocab_size // 2), vocab_size)
+            for _ in range(args.prompt_tokens)
+        )
         for _ in range(-(-args.rows // args.samples))
     ]
     requests = [
