@@ -4,6 +4,10 @@ The same prompts, seeds and limits; each side samples once to warm up, then `--r
 turns. Sampled tokens a second, and the ratio to the local engine. Servers of another
 machine cost what the network costs; started here, they share its processors with the client.
 
+`--steps N` then trains a LoRA of the same model with rollouts on all of them, N steps that wait for
+their samples and N that are sampled one step ahead (`max_staleness = 1`), and compares the seconds
+of a step. The student is its own teacher, with a system prompt, in this process.
+
     python benchmarks/servers.py --urls http://node1:8000 http://node2:8000 --model student
     python benchmarks/servers.py --start VLLM_PYTHON --device cpu --rows 8 --tokens 16   # two, here
 """
@@ -14,13 +18,16 @@ import argparse
 import contextlib
 import os
 import random
+import shlex
 import signal
 import socket
 import statistics
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +35,7 @@ import torch
 from gpu_machine import header, time_call
 from workload import SEED, store
 
+from courtside.api import train
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.loading import load_model, load_tokenizer, resolve_model
 from courtside.engines.local import LocalEngine
@@ -35,10 +43,17 @@ from courtside.engines.precision import resolve_dtype
 from courtside.engines.served.engine import ServedEngine
 from courtside.engines.served.pool import ReplicaPool
 from courtside.engines.served.probe import probe_servers
+from courtside.recipe.load import parse_recipe
 from courtside.recipe.server import ServerConfig
+from courtside.report.console import RunConsole
 from courtside.types import Sample
 
 START_SECONDS = 600
+LORA_RANK = 8
+MIN_CONTEXT = 512
+"""For the prompts that are trained on."""
+NUM_WARMUP = 2
+"""Steps of training: the first has no samples from ahead, and probes how batches are laid out."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -58,6 +73,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--flags",
+        default="",
+        help="more for servers that are started here: --flags=--enforce-eager",
+    )
+    parser.add_argument("--steps", type=int, default=0, help="of training, waiting and ahead")
+    parser.add_argument("--prompts-per-step", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("servers.json"))
     return parser.parse_args()
 
@@ -70,15 +92,18 @@ def start_server(args: argparse.Namespace, dtype: str) -> Iterator[str]:
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }  # fmt: skip
+    adapters = ["--enable-lora", "--max-lora-rank", str(LORA_RANK), "--max-loras", "3"]
     environment.pop("PYTHONPATH", None)
-    length = args.prompt_tokens + args.tokens + 1
+    length = max(args.prompt_tokens + args.tokens + 1, MIN_CONTEXT if args.steps else 0)
     process = subprocess.Popen(
         [args.start, "-m", "vllm.entrypoints.openai.api_server",
          "--model", resolve_model(args.weights), "--served-model-name", args.model,
          "--host", "127.0.0.1", "--port", str(port),
          "--dtype", dtype, "--max-model-len", str(length), "--enable-scale-out",
-         "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"],
+         "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
+         *(adapters if args.steps else []), *shlex.split(args.flags)],
         env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         start_new_session=True,
     )  # fmt: skip
@@ -122,6 +147,55 @@ def measure_rate(
     return sum(len(sample.token_ids) for sample in samples) / seconds
 
 
+class StepClock(RunConsole):
+    """When each step was recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def step(self, row: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def print_line(self, text: str) -> None:
+        pass
+
+
+def measure_steps(args: argparse.Namespace, urls: list[str], *, max_staleness: int) -> list[float]:
+    """Seconds of each step after the first ones."""
+    recipe = parse_recipe(
+        {
+            "seed": SEED,
+            "student": {"model": args.weights, "lora": {"rank": LORA_RANK}, "dtype": args.dtype,
+                        "device": args.device},
+            "tasks": {"kind": "arithmetic"},
+            "rollout": {
+                "samples_per_prompt": args.samples,
+                "max_new_tokens": args.tokens,
+                "server": {"urls": urls, "model": args.model, "max_staleness": max_staleness},
+            },
+            "teacher": {"kind": "self", "context": {"kind": "system", "text": "Think first."}},
+            "losses": [{"kind": "divergence"}],
+            "train": {"steps": NUM_WARMUP + args.steps, "learning_rate": 1e-4,
+                      "prompts_per_step": args.prompts_per_step},
+            "evaluate": {"num_tasks": 1, "before": False, "teacher": False},
+            "run": {"checkpoint_every": 1000},
+        }
+    )  # fmt: skip
+    clock = StepClock()
+    with tempfile.TemporaryDirectory() as folder:
+        train(recipe, Path(folder) / "run", console=clock)
+    return [after - before for before, after in pairwise(clock.times[NUM_WARMUP - 1 :])]
+
+
+def compare_overlap(args: argparse.Namespace, urls: list[str]) -> dict[str, Any]:
+    waiting, ahead = (measure_steps(args, urls, max_staleness=n) for n in (0, 1))
+    ratio = statistics.median(waiting) / statistics.median(ahead)
+    print(f"a step that waits {statistics.median(waiting):.2f} s, sampled ahead "
+          f"{statistics.median(ahead):.2f} s: {ratio:.2f} × as fast")  # fmt: skip
+    return {"step_seconds": {"waiting": waiting, "ahead": ahead}, "overlapped_over_waiting": ratio}
+
+
 def main() -> None:
     args = parse_args()
     device = torch.device(args.device)
@@ -133,9 +207,12 @@ def main() -> None:
     dtype = resolve_dtype(args.dtype, device)
     model = load_model(args.weights, dtype=dtype, device=device)
     local = LocalEngine(model, load_tokenizer(args.weights), name="local")
-    draw = random.Random(SEED)
+    draw, vocab_size = random.Random(SEED), local.head.vocab_size
     prompts = [
-        tuple(draw.randrange(1000, local.head.vocab_size) for _ in range(args.prompt_tokens))
+        tuple(
+            draw.randrange(min(1000, vocab_size // 2), vocab_size)
+            for _ in range(args.prompt_tokens)
+        )
         for _ in range(-(-args.rows // args.samples))
     ]
     requests = [
@@ -156,9 +233,11 @@ def main() -> None:
                 rate = measure_rate(engine, requests, sampling, device)
                 if repeat >= 0:
                     rates_of[name].append(rate)
+        overlap = compare_overlap(args, urls) if args.steps else {}
     rates = {name: statistics.median(values) for name, values in rates_of.items()}
     for name, rate in rates.items():
         print(f"{name:10} {rate:10,.0f} tokens/s  {rate / rates['local']:.2f} × local")
+    result |= overlap
     result |= {
         "repeats": rates_of,
         "tokens_per_second": rates,

@@ -34,6 +34,10 @@ class NotFiniteError(RunError):
     """NaN or Inf in a loss or gradient. The batch was saved for inspection."""
 
 
+class ServerError(RunError):
+    """Servers that do not answer, or give something else than asked. The steps done are saved."""
+
+
 class EnvironmentFaultsError(RunError):
     """Bugs in an environment ended too many episodes. The steps done are saved."""
 

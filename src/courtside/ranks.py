@@ -41,8 +41,10 @@ class Failure:
     def of(cls, error: BaseException, rank: int) -> Failure:
         if isinstance(error, StopSignal):
             return cls(rank=rank, kind="StopSignal", message="", signal_number=error.number)
-        if isinstance(error, UserError | RunError) and hasattr(errors, type(error).__name__):
-            return cls(rank=rank, kind=type(error).__name__, message=str(error))
+        if isinstance(error, UserError | RunError):
+            names = [kind.__name__ for kind in type(error).__mro__]
+            kind = next(name for name in names if hasattr(errors, name))
+            return cls(rank=rank, kind=kind, message=str(error))
         text = "".join(traceback.format_exception(error))
         return cls(rank=rank, kind="RunError", message=f"{type(error).__name__}: {error}\n{text}")
 

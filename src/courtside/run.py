@@ -23,6 +23,7 @@ from courtside.errors import (
     Interrupted,
     NotFiniteError,
     RunError,
+    ServerError,
     UserError,
 )
 from courtside.evaluate.comparisons import compare_evaluations
@@ -75,6 +76,8 @@ class Run:
         self.interrupted_by: int | None = None
         """The number of a signal that asked the run to stop."""
         self._stopped_by: int | None = None
+        self._failed_phase: str | None = None
+        """The phase that an error ended; None: none did."""
         self._rates: list[float] = []
         """Tokens per second of this process's steps."""
         self._resume()
@@ -123,9 +126,10 @@ class Run:
                 "train.micro_batch_tokens or train.logits_chunk_tokens (neither changes the "
                 f"update) or {fix}, and go on in the same folder"
             ) from error
-        except (UserError, EnvironmentFaultsError, DraftFailuresError):
+        except (UserError, EnvironmentFaultsError, DraftFailuresError, ServerError):
             # The user must fix something (a task without its field); the steps done are saved.
-            if self.num_steps:
+            # After a part of an update the weights are no longer those of `num_steps` steps.
+            if self.num_steps and self._failed_phase != "update":
                 self._save()
             raise
         finally:
@@ -160,7 +164,11 @@ class Run:
         with self.meter.phase(name):
             progress.phase = None
             self.console.phase(name)
-            yield
+            try:
+                yield
+            except BaseException:
+                self._failed_phase = self._failed_phase or name
+                raise
         progress.phase = None
         if self.meter.current_phase is not None:
             self.console.phase(self.meter.current_phase)

@@ -17,7 +17,7 @@ from support.small_runs import small_recipe, write_jsonl
 
 from courtside.api import train
 from courtside.assemble import assemble
-from courtside.errors import Interrupted, NotFiniteError, RunError, TaskError
+from courtside.errors import Interrupted, NotFiniteError, RunError, ServerError, TaskError
 from courtside.loop import train_loop
 from courtside.progress import ProgressMeter
 from courtside.report.console import RunConsole
@@ -354,6 +354,36 @@ def test_what_the_user_must_mend_does_not_cost_the_steps_done(tiny_folder, tmp_p
     assert console.finished == 1
     write_jsonl(file, [row | {"completion": "yes"} for row in rows])
     assert len(train(recipe, tmp_path / "run").metrics()) == 5
+
+
+@pytest.mark.parametrize("phase", ["teacher", "update"])
+def test_servers_that_fail_do_not_cost_the_steps_done(
+    phase, tiny_folder, tiny_teacher_folder, tmp_path
+):
+    """After the optimizer step the weights are no longer those of the steps recorded: saved under
+    that number, the batch would train them twice."""
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, run={"checkpoint_every": 100})
+    plain = go(recipe, tmp_path / "plain", Recorder())
+
+    def spoil(parts: Any) -> None:
+        what, name = (parts, "teacher") if phase == "teacher" else (parts.engine, "load_weights")
+        real, calls = getattr(what, name), []
+
+        def fail_at_the_third(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) == 3:
+                raise ServerError("no answer")
+            return real(*args)
+
+        object.__setattr__(what, name, fail_at_the_third)
+
+    with pytest.raises(ServerError, match="no answer"):
+        go(recipe, tmp_path / "run", Recorder(), spoil)
+    saved = checkpoints.latest(tmp_path / "run" / "checkpoints")
+    assert (saved and saved.name) == ("step-000002" if phase == "teacher" else None)
+    resumed = go(recipe, tmp_path / "run", Recorder())
+    for name, tensor in plain.parts.student.weights.trained.items():
+        assert torch.equal(tensor, resumed.parts.student.weights.trained[name]), name
 
 
 def test_the_last_step_is_saved_before_it_is_measured(

@@ -61,7 +61,8 @@ class OverlappedRollout(Generic[Generated]):
     def __call__(self, tasks: Sequence[Task], step: int) -> list[Trajectory]:
         if step not in self._futures:
             self._begin(tasks, step)
-        generated = self._wait(self._futures.pop(step))
+        generated = self._wait(self._futures[step])
+        del self._futures[step]  # after the wait: a signal may end it, and `close` must know
         for later in range(step + 1, min(step + 1 + self.max_staleness, self.num_steps)):
             if later not in self._futures:
                 self._begin(self.batch(later), later)

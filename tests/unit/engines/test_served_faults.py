@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny_model import tiny_tokenizer
+from support.served_engines import (
+    PROMPT,
+    SAMPLING,
+    SCORED,
+    make_engine,
+    make_student,
+    make_sync,
+    requests,
+    sample_with,
+)
 from support.vllm_stand_in import (
     GENERATE,
     VllmStandIn,
@@ -23,23 +32,15 @@ from support.vllm_stand_in import (
     uniform_rows,
 )
 
-from courtside.engines.base import Capabilities, SampleRequest, Sampling, ScoreRequest
-from courtside.engines.served.adapters import AdapterTransport
-from courtside.engines.served.engine import ServedEngine
+from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
 from courtside.engines.served.pool import ReplicaPool, Request
 from courtside.engines.served.probe import probe_servers
 from courtside.engines.served.replicas import choose_replica
-from courtside.engines.served.shared_folder import SharedFolder
-from courtside.engines.served.student import ServedStudent
-from courtside.engines.served.weight_sync import WeightSync
 from courtside.errors import RecipeError, RunError
 from courtside.progress import ProgressMeter
 from courtside.recipe.server import ServerConfig
 from courtside.types import VersionSpan
 
-PROMPT = (3, 4)
-SAMPLING = Sampling(max_new_tokens=3)
-SCORED = ScoreRequest(token_ids=(3, 4, 5), scored=(False, True, True))
 KEY = "sk-secret-0123456789"
 
 
@@ -49,19 +50,6 @@ def servers() -> Iterator[list[VllmStandIn]]:
     yield both
     for server in both:
         server.close()
-
-
-def make_engine(*urls: str, first_wait: float = 0.01, **settings: Any) -> ServedEngine:
-    config = ServerConfig(urls=urls, model="tiny", **settings)
-    pool = ReplicaPool(config, field="teacher.server", first_wait=first_wait)
-    return ServedEngine(
-        pool, probe_servers(pool, probe_ids=PROMPT), name="tiny", tokenizer=tiny_tokenizer(),
-        eos_ids=frozenset({1}), vocab_size=258, context_length=512,
-    )  # fmt: skip
-
-
-def requests(n: int) -> list[SampleRequest]:
-    return [SampleRequest(prompt_ids=(3, 4, i), seed=i) for i in range(n)]
 
 
 def fail_first(count: int, response: Any) -> Callable[[int, str, Any], Any]:
@@ -183,7 +171,8 @@ def test_busy_servers_get_no_request_twice(servers: list[VllmStandIn]) -> None:
     before = sum(server.num_samples() for server in servers)
     engine.sample(requests(6), SAMPLING)
     num_sent = sum(server.num_samples() for server in servers) - before
-    assert num_sent <= 6 + engine.pool.hedges.num_hedged <= 7, "at most the last one"
+    # One server may have four of the six, and the other is idle for the last two.
+    assert num_sent <= 6 + engine.pool.hedges.num_hedged <= 8, "at most the last ones"
     usual = make_engine(*(s.url for s in servers))
     usual.sample(requests(20), SAMPLING)
     assert usual.pool.hedges.num_hedged == 0
@@ -407,27 +396,6 @@ def test_another_model_or_other_log_probs_are_refused(servers: list[VllmStandIn]
 # ── adapters ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_sync(
-    engine: ServedEngine, folder: Path, trainer: Callable[[], float], *, max_staleness: int = 0
-) -> WeightSync:
-    def save(work: Path) -> None:
-        (work / "adapter_model.safetensors").write_text(json.dumps(trainer()))
-
-    shared = SharedFolder(folder, field=engine.pool.field)
-    return WeightSync(
-        engine.pool, engine.facts.route, AdapterTransport(engine.pool, shared, save),
-        max_difference=0.05, score=lambda: (trainer(),) * 2, probes=[SCORED],
-        max_staleness=max_staleness,
-    )  # fmt: skip
-
-
-def make_student(engine: ServedEngine, sync: WeightSync) -> ServedStudent:
-    return ServedStudent(
-        engine.pool, engine.facts, local=LocalStandIn(), name="tiny", tokenizer=engine.tokenizer,
-        sync=sync, eos_ids=engine.eos_ids, vocab_size=258, context_length=512,
-    )  # fmt: skip
-
-
 def read_logp(server: VllmStandIn) -> Callable[[str], float]:
     """What is in the adapter's file, so that a server computes with what it loaded."""
 
@@ -518,13 +486,6 @@ def test_log_probs_of_another_distribution_are_refused(
         student.check_sampling(plain)
 
 
-class LocalStandIn:
-    context_length = 512
-    capabilities = Capabilities(
-        top_k=258, hidden_states=True, branches=True, weight_updates=True, mixed_sampling=True
-    )
-
-
 def test_a_sync_that_changed_nothing_stops_the_run(
     servers: list[VllmStandIn], tmp_path: Path
 ) -> None:
@@ -586,20 +547,3 @@ def test_a_folder_that_the_server_does_not_see_is_named(
     servers[0].fault = lambda n, path, body: missing if "load_lora" in path else "none"
     with pytest.raises(RunError, match=rf"does not see {tmp_path}.*teacher.server.sync_folder"):
         sync.publish(0)
-
-
-class AdapterEngine(ServedEngine):
-    adapter = ""
-
-    @property
-    def model(self) -> str:
-        return self.adapter
-
-
-def sample_with(engine: ServedEngine, adapter: str, n: int = 1) -> list[Any]:
-    other = AdapterEngine(
-        engine.pool, engine.facts, name="tiny", tokenizer=engine.tokenizer, eos_ids=engine.eos_ids,
-        vocab_size=engine.vocab_size, context_length=engine.context_length,
-    )  # fmt: skip
-    other.adapter = adapter
-    return other.sample(requests(n), SAMPLING)

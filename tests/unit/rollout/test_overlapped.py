@@ -153,3 +153,16 @@ def test_progress_is_that_of_the_rollout_that_is_waited_for() -> None:
     rollout = samples.overlap(num_steps=1, max_staleness=1)
     rollout(TASKS[:1], 0)
     assert counted_steps == [0]
+
+
+def test_a_signal_while_a_step_is_waited_for_cancels_its_requests() -> None:
+    """The rollout that is waited for is as much under way as those after it."""
+    cancelled = threading.Event()
+    samples = Samples(lambda step: cancelled.wait(10) or None)
+    rollout = samples.overlap(num_steps=3, max_staleness=1)
+    rollout.close_sampler = cancelled.set
+    rollout._wait = lambda future: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rollout(TASKS[:1], 0)
+    rollout.close()
+    assert cancelled.is_set()

@@ -7,12 +7,13 @@ used twice.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from courtside.engines.served.pool import RefusedError, ReplicaPool, Request
 from courtside.engines.served.replicas import Replica
 from courtside.engines.served.shared_folder import SharedFolder
-from courtside.errors import RunError
+from courtside.errors import ServerError
 
 
 def count_loaded(max_staleness: int) -> int:
@@ -23,6 +24,7 @@ def count_loaded(max_staleness: int) -> int:
 
 
 UNLOAD = "/v1/unload_lora_adapter"
+UNLOAD_SECONDS = 10.0
 FLAGS = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as `courtside serve` does"
 
 
@@ -52,13 +54,15 @@ class AdapterTransport:
         except RefusedError as error:
             # "already": the answer to an earlier try was lost.
             if "already been loaded" not in error.text:
-                raise RunError(f"{error}. {self._fix(error, folder)}") from None
+                raise ServerError(f"{error}. {self._fix(error, folder)}") from None
         self.pool.farewells[replica.url, name] = (UNLOAD, {"lora_name": name})
 
     async def unload(self, replica: Replica, name: str) -> None:
-        self.pool.farewells.pop((replica.url, name), None)
         body = {"lora_name": name}
-        await self.pool.send(replica, Request(path=UNLOAD, body=body, parse=str))
+        request = Request(path=UNLOAD, body=body, parse=str, timeout=UNLOAD_SECONDS)
+        with suppress(RefusedError):  # it evicted it, or restarted: gone either way
+            await self.pool.send(replica, request)
+        self.pool.farewells.pop((replica.url, name), None)
 
     async def find_stale_weights(self, replica: Replica, name: str) -> str | None:
         """A name was never loaded before, so nothing older can answer to it."""

@@ -22,7 +22,7 @@ from courtside.engines.served.pool import (
 )
 from courtside.engines.served.replicas import Replica
 from courtside.engines.served.shared_folder import SharedFolder
-from courtside.errors import RunError
+from courtside.errors import ServerError
 from courtside.sanitize import to_one_line, truncate
 
 SWITCH = "VLLM_SERVER_DEV_MODE=1"
@@ -77,7 +77,7 @@ class FullWeightsTransport:
             await self.carrier.deliver(replica, name)
             reset = await self._post(replica, "/reset_prefix_cache")
             if not isinstance(reset, Mapping) or reset.get("success") is not True:
-                raise RunError(
+                raise ServerError(
                     f"{self.pool.field}.urls: {replica.url} did not empty its prefix cache, and "
                     "would go on from keys and values of older weights. Restart the server. "
                     f"{GO_ON}"
@@ -117,7 +117,7 @@ class FullWeightsTransport:
             return await self.pool.send(replica, request)
         except RefusedError as error:
             if error.status in (404, 405):
-                raise RunError(
+                raise ServerError(
                     f"{error}. Without student.lora all weights travel: start it with {SWITCH}, as "
                     "`courtside serve` does"
                 ) from None
@@ -152,7 +152,7 @@ class FolderCarrier:
             await self.pool.send(replica, Request(path="/collective_rpc", body=body, parse=str))
         except UnavailableError as error:
             if any(text in str(error) for text in UNSEEN):
-                raise RunError(
+                raise ServerError(
                     f"{self.pool.field}.sync_folder: {replica.url} does not see {folder}, and vLLM "
                     f"ends where it cannot read weights ({error}). Name a folder on a disk that it "
                     f"has under the same path, and start it again. {GO_ON}"

@@ -6,17 +6,19 @@ others, costs a few times that and not the whole timeout.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
 FACTOR = 3.0
-"""Over the longest answer of the kind. Answers of one batch end one after the other, so that the
-longest one grows as long as servers work."""
+"""Over the longest of the kind's recent answers. Answers of one batch end one after the other, so
+that the longest one grows as long as servers work."""
 FLOOR = 5.0
 """Seconds, for `auto`."""
-MIN_ANSWERS = 8
+MIN_ANSWERS = 4
 """Of a kind, before `auto` knows what they take."""
+NUM_RECENT = 256
+"""Answers of a kind that count: an outage that made one of them long is forgotten."""
 
 
 @dataclass(kw_only=True)
@@ -26,18 +28,19 @@ class HedgeTimer:
     """Requests that went to a second replica."""
     num_won: int = 0
     """Of these, how many it answered first."""
-    _longest: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _recent: dict[str, deque[float]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=NUM_RECENT))
+    )
+    """Seconds, by kind."""
 
     def add_answer(self, kind: str | None, seconds: float) -> None:
         if kind is not None:
-            self._longest[kind] = max(self._longest[kind], seconds)
-            self._counts[kind] += 1
+            self._recent[kind].append(seconds)
 
     def seconds(self, kind: str | None) -> float | None:
         """To wait for an answer; None: as long as it takes."""
         if kind is None or self.hedge_after != "auto":
             return None if kind is None else float(self.hedge_after)
-        if self._counts[kind] < MIN_ANSWERS:
+        if len(self._recent[kind]) < MIN_ANSWERS:
             return None
-        return max(FACTOR * self._longest[kind], FLOOR)
+        return max(FACTOR * max(self._recent[kind]), FLOOR)

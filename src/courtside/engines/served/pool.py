@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
@@ -26,15 +27,19 @@ from courtside.engines.served.replicas import (
     choose_idle_replica,
     choose_replica,
 )
-from courtside.errors import RunError
+from courtside.errors import ServerError
 from courtside.recipe.endpoint import read_api_key
 from courtside.recipe.server import ServerConfig
 from courtside.sanitize import to_one_line, truncate
 
 Answer = TypeVar("Answer")
+logger = logging.getLogger("courtside")
 
 CONNECT_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0
+RECHECK_SECONDS = 2.0
+"""Until somebody asks again whether it is known by now what an answer takes."""
+SLOWER = "another server answered the same request first, after a multiple of what it usually takes"
 MAX_EXCERPT = 300
 GO_ON = "Then start the same command again: a run goes on from its last checkpoint"
 BUSY = (408, 425, 429)
@@ -44,7 +49,7 @@ class BadAnswerError(Exception):
     """An answer of a server that says something else than it was asked."""
 
 
-class RefusedError(RunError):
+class RefusedError(ServerError):
     """A request that a server will not answer, however often it is sent."""
 
     def __init__(self, message: str, *, status: int, text: str):
@@ -80,6 +85,16 @@ class Request(Generic[Answer]):
     """Requests of one key go to one replica; None: to the one with the fewest."""
     kind: str | None = None
     """Requests of one kind take about as long; None: never sent to two replicas."""
+    timeout: float | None = None
+    """Seconds to wait for the answer; None: as the recipe says."""
+
+
+@dataclass(slots=True)
+class ClosingLock:
+    """A loop that has stopped takes work and never does it."""
+
+    mutex: threading.Lock = field(default_factory=threading.Lock)
+    is_closed: bool = False
 
 
 class ReplicaPool:
@@ -108,6 +123,7 @@ class ReplicaPool:
         self.replicas = [
             Replica(url, asyncio.Semaphore(config.max_concurrency)) for url in config.urls
         ]
+        self._lock = ClosingLock()
         self._names = (f"courtside-{uuid4().hex[:8]}-{n}" for n in itertools.count())
         self.farewells: dict[tuple[str, str], tuple[str, Mapping[str, Any]]] = {}
         """By replica and what it holds for us: path and body of a last request, which gives that
@@ -115,7 +131,7 @@ class ReplicaPool:
         thread = threading.Thread(target=self._loop.run_forever, name=field, daemon=True)
         thread.start()
         self.close = weakref.finalize(
-            self, _close, thread, self._loop, self._client, self.farewells
+            self, _close, thread, self._loop, self._client, self.farewells, self._lock
         )
         """Cancels what is under way and says farewell; also at the end of the process."""
 
@@ -141,15 +157,22 @@ class ReplicaPool:
 
     def begin(self, request: Request[Answer]) -> Future[Answer]:
         """The answer to come. To cancel the future is to cancel the request."""
-        return asyncio.run_coroutine_threadsafe(self._answer(request), self._loop)
+        return self._start(self._answer(request))
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._start(work)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+    def _start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
+        with self._lock.mutex:
+            if not self._lock.is_closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise ServerError(f"{self.field}: the run has ended, and nothing more is asked for")
 
     # ── in the event loop ────────────────────────────────────────────────────────────────────────
 
@@ -181,12 +204,16 @@ class ReplicaPool:
         first = asyncio.ensure_future(self._attempt(replica, request))
         attempts = {first}
         try:
-            while (seconds := self.hedges.seconds(request.kind)) is not None:
-                if (await asyncio.wait(attempts, timeout=seconds))[0]:
+            while request.kind is not None:
+                seconds = self.hedges.seconds(request.kind)
+                pause = RECHECK_SECONDS if seconds is None else seconds
+                if (await asyncio.wait(attempts, timeout=pause))[0]:
                     break
                 other = choose_idle_replica(self.replicas, replica)
-                if other is None:
-                    continue  # the others are busy: a second request would take their time
+                if seconds is None or other is None:
+                    # Nobody knows yet what such answers take; or the others are busy, and a second
+                    # request would take their time.
+                    continue
                 self.hedges.num_hedged += 1
                 await other.slots.acquire()  # at once: it is idle
                 other.num_assigned += 1
@@ -201,7 +228,7 @@ class ReplicaPool:
                     if error is None:
                         if attempt is not first and not first.done():
                             self.hedges.num_won += 1
-                            replica.report_failure(self.first_wait, None)
+                            self.report_failure(replica, SLOWER)
                         return attempt.result()
                     if not pending or not isinstance(error, AttemptError):
                         raise error
@@ -217,22 +244,27 @@ class ReplicaPool:
 
     async def _attempt(self, replica: Replica, request: Request[Answer]) -> Answer:
         """By this replica, of which the caller has a slot; a failure blocks it for a while."""
-        start = asyncio.get_running_loop().time()
         try:
             if self.prepare is not None:
                 await self.prepare(replica)
+            start = asyncio.get_running_loop().time()
             answer = await self.send(replica, request)
         except UnavailableError as error:
-            replica.report_failure(self.first_wait, error.wait)
+            self.report_failure(replica, str(error), error.wait)
             raise AttemptError(f"{replica.url}: {error}") from None
         except (RefusedError, StaleReplicaError) as error:
             if not self.recover(replica, error):
                 raise
             raise AttemptError(f"{replica.url}: {error}") from None
-        replica.num_failures = 0
-        replica.num_answered += 1
+        if replica.report_answer():
+            logger.warning("%s: %s answers again", self.field, replica.url)
         self.hedges.add_answer(request.kind, asyncio.get_running_loop().time() - start)
         return answer
+
+    def report_failure(self, replica: Replica, reason: str, wait: float | None = None) -> None:
+        """Others take its work for a while; the first failure in a row is logged."""
+        if replica.report_failure(self.first_wait, wait):
+            logger.warning("%s: %s is left alone for a while: %s", self.field, replica.url, reason)
 
     async def _acquire(self, key: str | None) -> Replica:
         while True:
@@ -271,11 +303,14 @@ class ReplicaPool:
         if request.key is not None:
             headers["X-Session-ID"] = request.key  # for a router in front of the servers
         url = replica.url + request.path
+        options: dict[str, Any] = {"headers": headers}
+        if request.timeout is not None:
+            options["timeout"] = min(request.timeout, self.config.timeout)
         try:
             if request.body is None:
-                response = await self._client.get(url, headers=headers)
+                response = await self._client.get(url, **options)
             else:
-                response = await self._client.post(url, json=request.body, headers=headers)
+                response = await self._client.post(url, json=request.body, **options)
         except httpx.TransportError as error:
             reason = f"{type(error).__name__} {error}".strip()
             raise UnavailableError(f"{reason} ({name})") from None
@@ -294,15 +329,15 @@ class ReplicaPool:
         try:
             return request.parse(_read_json(response))
         except BadAnswerError as error:
-            raise RunError(
+            raise ServerError(
                 f"{self.field}.urls: {url} answered with {error} ({name}). Nothing of it was used. "
                 f"Check that this is the server that is meant and restart it. {GO_ON}"
             ) from None
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
 
-    def _no_answer(self, num_tries: int, last: str) -> RunError:
-        return RunError(
+    def _no_answer(self, num_tries: int, last: str) -> ServerError:
+        return ServerError(
             f"{self.field}.urls: no answer after {num_tries} tries, the last to {last}. Check that "
             f"the server runs and can be reached from here, or raise {self.field}.max_retries and "
             f"timeout. {GO_ON}"
@@ -355,19 +390,25 @@ def _close(
     loop: asyncio.AbstractEventLoop,
     client: httpx.AsyncClient,
     farewells: Mapping[tuple[str, str], tuple[str, Mapping[str, Any]]],
+    lock: ClosingLock,
 ) -> None:
+    async def say(url: str, path: str, body: Mapping[str, Any]) -> None:
+        with suppress(httpx.HTTPError):  # the server may be gone before us
+            await client.post(url + path, json=body, timeout=FAREWELL_SECONDS)
+
     async def stop() -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for (url, _), (path, body) in farewells.items():
-            with suppress(httpx.HTTPError):  # the server may be gone before us
-                await client.post(url + path, json=body, timeout=FAREWELL_SECONDS)
+        farewell = [say(url, path, body) for (url, _), (path, body) in farewells.items()]
+        await asyncio.gather(*farewell)
         await client.aclose()
         loop.call_soon(loop.stop)
 
+    with lock.mutex:
+        lock.is_closed = True  # what was begun before is a task by the time that `stop` runs
     if loop.is_running():
         asyncio.run_coroutine_threadsafe(stop(), loop)
         if threading.current_thread() is not thread:  # garbage is collected in any thread
-            thread.join(FAREWELL_SECONDS * (1 + len(farewells)))
+            thread.join(2 * FAREWELL_SECONDS)

@@ -20,6 +20,8 @@ from courtside.sanitize import to_one_line, truncate
 
 TOO_MANY = 10**6
 """More log-probs than any server allows; the refusal names the limit."""
+FIRST_SECONDS = 30.0
+"""For a list of models, which takes no computing: a server that hangs is known by it."""
 MAX_GIVEN_DIFFERENCE = 0.05
 """Nats between two kernels of one server."""
 LIMIT = re.compile(r"greater than max allowed: (\d+)")
@@ -61,9 +63,10 @@ def probe_servers(pool: ReplicaPool, *, probe_ids: tuple[int, ...]) -> ServerFac
 
 async def _probe(pool: ReplicaPool, replica: Replica, probe_ids: tuple[int, ...]) -> ServerFacts:
     model = pool.config.model
-    context_length = await pool.ask(
-        replica, Request(path="/v1/models", parse=lambda answer: _read_models(answer, model))
+    first = Request(
+        path="/v1/models", parse=lambda answer: _read_models(answer, model), timeout=FIRST_SECONDS
     )
+    context_length = await pool.ask(replica, first)
     if isinstance(context_length, list):
         raise RecipeError(
             f"{pool.field}.model = {model!r}: {replica.url} serves {context_length}. Give one of "

@@ -34,13 +34,21 @@ class Replica:
     def is_blocked(self) -> bool:
         return time.monotonic() < self.blocked_until
 
-    def report_failure(self, first_wait: float, wait: float | None) -> None:
-        """`wait`: seconds that the server asked for. Requests that fail together count once."""
+    def report_failure(self, first_wait: float, wait: float | None) -> bool:
+        """`wait`: seconds that the server asked for. Requests that fail together count once.
+        Returns whether this is the first failure since an answer."""
         if self.is_blocked:
-            return
+            return False
         self.num_failures += 1
         pause = first_wait * 2.0 ** (self.num_failures - 1) if wait is None else wait
         self.blocked_until = time.monotonic() + min(pause, LONGEST_WAIT)
+        return self.num_failures == 1
+
+    def report_answer(self) -> bool:
+        """Returns whether it had failed before."""
+        has_failed, self.num_failures = self.num_failures > 0, 0
+        self.num_answered += 1
+        return has_failed
 
 
 def choose_replica(replicas: Sequence[Replica], key: str | None) -> Replica | None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -36,10 +35,14 @@ from courtside.engines.served.weight_check import (
     find_weight_problem,
     shows_last_change,
 )
-from courtside.errors import RunError
+from courtside.errors import ServerError
 from courtside.ranks import ALONE, Ranks
 from courtside.types import VersionSpan
 
+PATIENCE = 3.0
+"""Replicas get so many times as long for new weights as the first of them took."""
+MIN_PATIENCE = 5.0
+"""Seconds."""
 LOCK_SECONDS = 0.05
 """Between two tries to be the only rank that loads weights into a replica."""
 
@@ -73,7 +76,7 @@ class Transport(Protocol):
         """Returns when this replica samples with them; raises `UnavailableError`."""
 
     async def unload(self, replica: Replica, name: str) -> None:
-        """After newer ones are there."""
+        """After newer ones are there; raises `UnavailableError`."""
 
     async def find_stale_weights(self, replica: Replica, name: str) -> str | None:
         """Where log-probs tell nothing: why what was loaded cannot be the published weights."""
@@ -139,13 +142,7 @@ class WeightSync:
         else:
             publication = self.ranks.exchange(None)[0]
             self._adopt(publication)
-        while len(self.retained) > self._num_retained:
-            oldest = self.retained.pop(0).name
-            if self.ranks.is_leader:
-                self.pool.ask_each(partial(self._forget, name=oldest))
-            for replica in self.pool.replicas:
-                replica.loaded.discard(oldest)
-            self.transport.retract(oldest)
+        self._retire()
         return publication.weights
 
     def _publish(self, version: int) -> Publication:
@@ -155,11 +152,11 @@ class WeightSync:
         weights = PublishedWeights(version=version, name=name, trainer_logps=self._score())
         self.retained.append(weights)
         for tries in range(self.pool.config.max_retries + 1):
-            if any(self.pool.ask_each(self._try_to_prepare)):
+            if self.pool.run(self._prepare_all()):
                 break
             time.sleep(min(self.pool.first_wait * 2.0**tries, LONGEST_WAIT))
         else:
-            raise RunError(
+            raise ServerError(
                 f"{self.pool.field}.urls: no server took the weights of step {version}; none of "
                 f"{list(self.pool.config.urls)} answers. Check that they run. {GO_ON}"
             )
@@ -175,6 +172,21 @@ class WeightSync:
             if replica.url in publication.urls:
                 replica.loaded.add(weights.name)
 
+    def _retire(self) -> None:
+        """Forget the versions that no request names any more."""
+        retired = {weights.name for weights in self.retained[: -self._num_retained]}
+        if not retired:
+            return
+        # In one statement: requests of another thread may be under way.
+        self.retained = self.retained[-self._num_retained :]
+        if self.ranks.is_leader:
+            self.pool.run(self._prepare_all())  # the servers unload them
+        else:
+            for replica in self.pool.replicas:
+                replica.loaded -= retired
+        for name in sorted(retired):
+            self.transport.retract(name)
+
     def read_versions(self, generated: Generated) -> tuple[VersionSpan, ...]:
         """Of an answer's tokens; empty: the request named its weights."""
         if not self.transport.labels_answers:
@@ -188,26 +200,71 @@ class WeightSync:
 
     # ── in the event loop of the pool ────────────────────────────────────────────────────────────
 
+    async def _prepare_all(self) -> bool:
+        """Whether a replica has the current weights now. One that fails, hangs or is far slower
+        than another gets them before its next request."""
+        loop = asyncio.get_running_loop()
+        start, seconds, is_ready = loop.time(), None, False
+        available = [r for r in self.pool.replicas if not r.is_blocked] or self.pool.replicas
+        work = {asyncio.ensure_future(self._try_to_prepare(r)): r for r in available}
+        waiting = set(work)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+                is_ready |= any([task.result() for task in done])
+                if is_ready and seconds is None:
+                    seconds = max(PATIENCE * (loop.time() - start), MIN_PATIENCE)
+            for task in waiting:
+                self.pool.report_failure(work[task], "it does not take the weights in time")
+        finally:
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+        return is_ready
+
     async def _try_to_prepare(self, replica: Replica) -> bool:
-        """Whether it has the current weights now; if not, it gets them before its next request."""
+        """Whether it has the current weights now."""
         try:
             await self._prepare(replica)
         except UnavailableError as error:
-            replica.report_failure(self.pool.first_wait, error.wait)
+            self.pool.report_failure(replica, str(error), error.wait)
+            return False
+        except RefusedError as error:  # it restarted between two requests
+            if not self._recover(replica, error):
+                raise
             return False
         return True
 
     async def _prepare(self, replica: Replica) -> None:
+        """Load what it lacks, and unload what nobody asks for any more."""
         async with self._locks[replica.url]:
-            needed = self.retained[-self._num_retained :]
-            missing = [weights for weights in needed if weights.name not in replica.loaded]
-            if not missing:
+            if self._find_missing(replica) is None and not self._find_unneeded(replica):
                 return
             async with self._keep_ranks_out(replica):
-                for weights in missing:
-                    await self.transport.load(replica, weights.name)
-                    await self._check(replica, weights)
+                while (weights := self._find_missing(replica)) is not None:
+                    try:
+                        await self.transport.load(replica, weights.name)
+                        await self._check(replica, weights)
+                    except ServerError:
+                        if weights in self.retained:
+                            raise
+                        continue  # they were retired meanwhile, and their folder is gone
                     replica.loaded.add(weights.name)
+                for name in self._find_unneeded(replica):
+                    await self.transport.unload(replica, name)
+                    replica.loaded.discard(name)
+
+    def _find_missing(self, replica: Replica) -> PublishedWeights | None:
+        """The oldest weights that requests may name and this replica does not have."""
+        recent = self.retained[-self._num_retained :]
+        return next((w for w in recent if w.name not in replica.loaded), None)
+
+    def _find_unneeded(self, replica: Replica) -> list[str]:
+        return sorted(replica.loaded - {weights.name for weights in self.retained})
 
     @asynccontextmanager
     async def _keep_ranks_out(self, replica: Replica) -> AsyncIterator[None]:
@@ -245,7 +302,7 @@ class WeightSync:
         if problem is None and not shows_last_change(current, earlier):
             problem = await self.transport.find_stale_weights(replica, weights.name)
         if problem is not None:
-            raise RunError(
+            raise ServerError(
                 f"{self.pool.field}.urls: {replica.url} does not sample with the student's weights "
                 f"of step {weights.version}: {problem}. Nothing was sampled with them. "
                 + (
@@ -256,11 +313,3 @@ class WeightSync:
                 )
             )
         self._earlier[replica.url] = [*earlier[:1], current]
-
-    async def _forget(self, replica: Replica, name: str) -> None:
-        if name not in replica.loaded:
-            return
-        try:
-            await self.transport.unload(replica, name)
-        except (UnavailableError, RefusedError):
-            return  # it restarted, or evicted them: they are gone either way
