@@ -26,7 +26,7 @@ FOLDER = REPOSITORY / "examples" / "cluster"
 LENGTHS = {"prompt_tokens": 200.0, "new_tokens": 1000.0}
 TABLE = re.compile(r"(<!-- planned cluster -->\n).*?(<!-- /planned cluster -->)", re.S)
 OUTPUT = re.compile(r"(<!-- plan output -->\n).*?(<!-- /plan output -->)", re.S)
-ONE_GPU = (
+WITHOUT_SERVERS = (
     'teacher.kind="model"', 'teacher.model="Qwen/Qwen3-32B"', 'teacher.dtype="int8"',
     "teacher.server=null", "student.lora.rank=32", "losses.0.support=null",
 )  # fmt: skip
@@ -56,7 +56,7 @@ class Split:
 
 
 SPLITS = (
-    Split(name="8B LoRA, 32B int8, one GPU", recipe="recipe.toml", overrides=ONE_GPU),
+    Split(name="8B LoRA, 32B int8, one GPU", recipe="recipe.toml", overrides=WITHOUT_SERVERS),
     Split(name="8B, 32B, one node", recipe="recipe.toml", gpus=4, teacher_gpus=4),
     Split(name="8B LoRA, 32B, one node", recipe="lora.toml", rollout_gpus=3, teacher_gpus=4),
     Split(name="8B, 32B, three nodes", recipe="recipe.toml", gpus=16, teacher_gpus=8,

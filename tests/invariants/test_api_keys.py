@@ -134,10 +134,10 @@ def test_nothing_that_a_run_leaves_has_a_key(
     assert "*** is busy" in texts["events.jsonl"] and "request_failed" in texts["events.jsonl"]
     assert any("courtside_server_failures_total" in text for text in screen.texts)
     out, err = capfd.readouterr()
-    spoken = {"console": "\n".join(screen.texts), "out": out, "err": err,
+    outputs = {"console": "\n".join(screen.texts), "out": out, "err": err,
               "error": f"{error.value!r} {error.value}", "serve": printed.output}  # fmt: skip
     assert "run_failed" in err
-    assert find_secrets(texts.items()) == [] and find_secrets(spoken.items()) == []
+    assert find_secrets(texts.items()) == [] and find_secrets(outputs.items()) == []
     assert find_secrets([("check", f"x {SECRETS['TEACHER_KEY']}")]), "the search finds one"
 
 

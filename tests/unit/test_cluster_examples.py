@@ -55,9 +55,9 @@ def run_script(name: str, folder: Path, *arguments: str) -> list[list[str]]:
 
 def parse_courtside(arguments: list[str]) -> tuple[str, dict[str, Any], Recipe]:
     """As the command line does; the recipe it names must load."""
-    verb, *rest = arguments
+    verb, *options = arguments
     group: Any = get_command(app)
-    params = group.commands[verb].make_context(verb, rest).params
+    params = group.commands[verb].make_context(verb, options).params
     file = MOUNTED.get(params["recipe"], Path(params["recipe"]))
     return verb, params, load_recipe(file, params["overrides"] or ())
 
@@ -80,17 +80,17 @@ def test_one_node_is_split_between_teacher_and_training(tmp_path: Path) -> None:
         (gpus, params, parsed) for gpus, verb, params, parsed in commands if verb == "train"
     ]
     assert set(serve) == set(parsed.teacher.server.urls)  # type: ignore[union-attr]
-    used = [
+    gpu_ids = [
         gpu for gpus in (*serve.values(), train_gpus) for gpu in gpus.partition("=")[2].split(",")
     ]
-    assert sorted(used) == list("01234567"), "each GPU has one owner"
+    assert sorted(gpu_ids) == list("01234567"), "each GPU has one owner"
     assert params["nproc"] == len(train_gpus.split(","))
 
 
 def test_slurm_nodes_find_each_other(tmp_path: Path) -> None:
     recipe = str(FOLDER / "recipe.toml")
     calls = run_script("train.sbatch", tmp_path, recipe, "/runs/x")
-    served, used = set(), []
+    served, gpu_ids = set(), []
     for call in calls:
         if call[0] == "courtside":
             verb, params, parsed = parse_courtside(call[2:])
@@ -101,8 +101,8 @@ def test_slurm_nodes_find_each_other(tmp_path: Path) -> None:
             assert after(options, "--host") == "0.0.0.0", "other nodes reach it"
             gpus = call[1].partition("=")[2].split(",")
             assert len(gpus) == int(after(options, "--tensor-parallel-size"))
-            used += gpus
-    assert sorted(used) == list("01234567")
+            gpu_ids += gpus
+    assert sorted(gpu_ids) == list("01234567")
     ranks = [call[2:] for call in calls if call[0] == "torchrun"]
     assert [after(call, "--node-rank") for call in ranks] == ["0", "1"]
     for call in ranks:

@@ -117,9 +117,9 @@ def weight_bytes(servers: ServerGpus) -> float:
 
 
 def server_cache_tokens(work: Workload, servers: ServerGpus) -> float:
-    room = MEMORY_SHARE * work.device.memory - weight_bytes(servers) - OVERHEAD
+    cache_bytes = MEMORY_SHARE * work.device.memory - weight_bytes(servers) - OVERHEAD
     per_token = 2.0 * servers.shape.kv_elements_per_token / servers.tensor_parallel
-    return max(0.0, room / per_token)
+    return max(0.0, cache_bytes / per_token)
 
 
 def on_servers(work: Workload, servers: ServerGpus) -> Workload:

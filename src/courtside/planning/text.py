@@ -14,11 +14,11 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def headline(plan: CostPlan) -> str:
-    one = plan.num_all_gpus == 1
-    device = plan.device.name if one else f"{plan.num_all_gpus} × {plan.device.name}"
+    is_single = plan.num_all_gpus == 1
+    device = plan.device.name if is_single else f"{plan.num_all_gpus} × {plan.device.name}"
     where = f"{device}, {plan.device.memory / GIB:,.0f} GiB"
     on_paper = " (on paper)" if plan.is_on_paper else ""
-    lines = [plan.recipe, f"on {where}{'' if one else ' each'}{on_paper}"]
+    lines = [plan.recipe, f"on {where}{'' if is_single else ' each'}{on_paper}"]
     if plan.estimate.servers:
         parts = [f"{plan.num_gpus} to train", *map(_describe_server, plan.estimate.servers)]
         lines.append("; ".join(parts))

@@ -80,6 +80,6 @@ def open_observers(
             server = MetricsServer(monitor, host=config.metrics_host, port=config.metrics_port)
             stack.enter_context(server)
             consoles.insert(0, monitor)
-            for told in consoles:
-                told.print_line(f"metrics: {server.url}/metrics, health: {server.url}/health")
+            for observer in consoles:
+                observer.print_line(f"metrics: {server.url}/metrics, health: {server.url}/health")
         yield ConsoleGroup(consoles)

@@ -104,9 +104,9 @@ def test_states_are_divided_among_ranks_that_have_a_sampler_and_teacher_each() -
 
 
 def test_ranks_sample_rows_of_their_own() -> None:
-    one, four = (parts_of(replace(make_work(), num_gpus=n), "rollout") for n in (1, 4))
-    assert four["KV cache"] == one["KV cache"] / 4
-    assert "bf16 weights" not in four, "the sampler has no other dtype"
+    single, sharded = (parts_of(replace(make_work(), num_gpus=n), "rollout") for n in (1, 4))
+    assert sharded["KV cache"] == single["KV cache"] / 4
+    assert "bf16 weights" not in sharded, "the sampler has no other dtype"
     adapted = parts_of(replace(make_work(student__lora={"rank": 16}), num_gpus=4), "update")
     adapter = PRESETS["qwen3-1.7b"].num_lora_parameters(16, "all-linear")
     assert adapted["student weights"] == (2 * P + 4 * adapter) / 4

@@ -48,7 +48,7 @@ def test_a_run_writes_events_in_place_of_its_console(
     assert [e["event"] for e in events][-1] == "run_ended"
 
 
-def test_a_file_gets_events_beside_the_console(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_file_gets_events_in_addition_to_the_console(tiny_folder: Path, tmp_path: Path) -> None:
     stream, log = io.StringIO(), tmp_path / "log.jsonl"
     recipe = small_recipe(tiny_folder, tiny_folder, train=TRAIN, run={"log_file": str(log)})
     train(recipe, tmp_path / "run", console=PlainConsole(stream))

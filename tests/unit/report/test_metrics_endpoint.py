@@ -38,13 +38,13 @@ def parse(text: str) -> Parsed:
     right before its samples, in one block, and no sample comes twice."""
     assert text.endswith("\n")
     samples: Parsed = {}
-    seen, current, kind = set[str](), "", ""
+    families, current, kind = set[str](), "", ""
     lines = iter(text.splitlines())
     for line in lines:
         if line.startswith("# HELP "):
             current = line.split(" ")[2]
-            assert current not in seen
-            seen.add(current)
+            assert current not in families
+            families.add(current)
             type_line = next(lines).split(" ")
             assert type_line[:3] == ["#", "TYPE", current]
             (kind,) = type_line[3:]
@@ -93,8 +93,8 @@ def test_labels_and_values_survive() -> None:
     parsed = parse(text)
     assert text.count("\n") == 2 + len(values) and "# TYPE e" not in text
     for key, value in values.items():
-        found = parsed["m", (("key", key), ("path", awkward))]
-        assert found == value or (math.isnan(found) and math.isnan(value))
+        number = parsed["m", (("key", key), ("path", awkward))]
+        assert number == value or (math.isnan(number) and math.isnan(value))
 
 
 @pytest.mark.parametrize(
@@ -300,8 +300,8 @@ def test_the_endpoint_changes_nothing(tiny_folder: Path, tmp_path: Path) -> None
 
 
 def test_a_port_that_is_taken_is_an_error_before_the_run(tiny_folder: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         recipe = small_recipe(tiny_folder, tiny_folder, run={"metrics_port": port})
         with pytest.raises(UserError, match=rf"run.metrics_port = {port}: cannot listen on '127.*"
                            r"in use.*Give another port"):  # fmt: skip
