@@ -34,12 +34,13 @@ for ((SLURM_NODEID = 0; SLURM_NODEID < count; SLURM_NODEID++)); do export SLURM_
 """
 
 
-def run_script(name: str, folder: Path, *arguments: str) -> list[list[str]]:
+def run_script(name: str, folder: Path, *arguments: str, healthy: bool = True) -> list[list[str]]:
     """How the programs of a script were called."""
     programs = folder / "programs"
     programs.mkdir()
     scripts = {"srun": SRUN, "scontrol": "#!/bin/bash\nprintf 'n0\\nn1\\nn2\\n'\n"}
     scripts |= dict.fromkeys(("courtside", "torchrun", "curl"), RECORDER)
+    scripts |= {"sleep": "#!/bin/bash\n"} | ({} if healthy else {"curl": "#!/bin/bash\nexit 7\n"})
     for program, text in scripts.items():
         (programs / program).write_text(text)
         (programs / program).chmod(0o755)
@@ -118,6 +119,15 @@ def test_slurm_needs_the_key(tmp_path: Path) -> None:
     command = ["bash", str(FOLDER / "train.sbatch"), "r.toml", "run"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0 and "TEACHER_KEY: is not set" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["node.sh", "train.sbatch"])
+def test_a_server_that_ends_ends_the_job(name: str, tmp_path: Path) -> None:
+    """In place of waiting for it for ever."""
+    with pytest.raises(subprocess.CalledProcessError):
+        run_script(name, tmp_path, str(FOLDER / "recipe.toml"), "run", healthy=False)
+    assert "torchrun" not in (tmp_path / "calls").read_text()
+    assert "\0train\0" not in (tmp_path / "calls").read_text()
 
 
 # ── Kubernetes ───────────────────────────────────────────────────────────────────────────────────
