@@ -245,7 +245,7 @@ def test_servers_have_gpus_of_their_own() -> None:
     rollout, teacher = split.estimate.servers
     assert (teacher.servers.num_replicas, teacher.servers.tensor_parallel) == (2, 2)
     assert teacher.weight_bytes == 2 * split.estimate.servers[1].servers.shape.num_parameters / 2
-    assert rollout.fits and teacher.fits and split.fits
+    assert rollout.fits and teacher.fits
     memory = {phase.phase: phase.parts for phase in split.estimate.memory}
     assert "KV cache" not in memory["rollout"] and "KV cache" in {
         name for phase in alone.estimate.memory for name in phase.parts
@@ -328,9 +328,10 @@ def test_each_change_is_computed() -> None:
     assert change.step_seconds == estimate(checkpointed).step_seconds
     assert set(changes) >= {
         "train.optimizer_offload=true", "teacher.dtype=int8", "teacher.dtype=nf4",
-        "student.lora.rank=32", "--gpus 4",
+        "student.lora.rank=32", "--gpus 32",
     }  # fmt: skip
-    assert changes["--gpus 4"].fits
+    # Shards become smaller; the teacher, the sampler and a pass's activations do not.
+    assert changes["--gpus 32"].fits and "--gpus 4" not in changes
     together = [change for change in changes.values() if " " in change.setting and change.fits]
     assert any("lora" in c.setting or "checkpointing" in c.setting for c in together)
 
