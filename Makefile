@@ -42,6 +42,7 @@ check: .venv/.ready
 	$(BIN)/python scripts/pictures.py --check
 	$(BIN)/python scripts/result_numbers.py --check
 	$(BIN)/python scripts/planned_sizes.py --check
+	$(BIN)/python scripts/planned_cluster.py --check
 	$(BIN)/python scripts/check_names.py
 
 docs: .venv/.ready
@@ -49,6 +50,7 @@ docs: .venv/.ready
 	$(BIN)/python scripts/pictures.py
 	$(BIN)/python scripts/result_numbers.py
 	$(BIN)/python scripts/planned_sizes.py
+	$(BIN)/python scripts/planned_cluster.py
 	$(BIN)/python scripts/template_table.py
 
 models: .venv/.ready

@@ -1,4 +1,4 @@
-"""How far the phase that is running has come.
+"""How far the phase that is running has come, and what became of requests to servers.
 
 Engines, rollouts and the student write their counts; a console reads them whenever it draws, so
 that counting a token costs no call.
@@ -7,6 +7,7 @@ that counting a token costs no call.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -52,7 +53,33 @@ class PhaseProgress:
         return max(self.seconds * (1 - fraction) / fraction, 0.0) if fraction else None
 
 
+@dataclass(eq=False, kw_only=True)
+class ReplicaCounts:
+    """Requests to one replica of a server, since the process began."""
+
+    server: str
+    """The recipe's field that names it: `rollout.server`, or a teacher's."""
+    url: str
+    num_assigned: int = 0
+    """Requests that wait for it or are under way."""
+    num_answered: int = 0
+    num_failed: int = 0
+    """Attempts without an answer that could be used; their requests are tried again."""
+    num_hedged: int = 0
+    """Requests that went to another replica, too, because this one took far longer than usual."""
+    answer_seconds: float = 0.0
+    """From sending to the answer, added up over those that were answered."""
+    blocked_until: float = 0.0
+    """By the monotonic clock; it gets no request before."""
+
+    @property
+    def is_blocked(self) -> bool:
+        return time.monotonic() < self.blocked_until
+
+
 @dataclass
 class ProgressMeter:
     phase: PhaseProgress | None = None
     """Of the work that began last; None: nothing is counted in this phase."""
+    replicas: Sequence[ReplicaCounts] = ()
+    """Of all servers of the run."""

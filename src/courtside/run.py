@@ -170,6 +170,7 @@ class Run:
                 self._failed_phase = self._failed_phase or name
                 raise
         progress.phase = None
+        self.console.end_phase(name)
         if self.meter.current_phase is not None:
             self.console.phase(self.meter.current_phase)
 
@@ -224,7 +225,7 @@ class Run:
             reader_counts=reader_counts if self.recipe.reader is not None else None,
             draft_counts=drafts.counts,
         )
-        self.folder.write_costs(self.meter.totals())
+        self._write_costs()
         for tracker in self.trackers:
             tracker.log(row, step)
         self.console.step(row)
@@ -330,11 +331,16 @@ class Run:
         self.meter.add_evaluation(evaluation, self.sizes)
         self.folder.record_evaluation(evaluation, trajectories)
         self.alarms.check_faults(evaluation)
-        self.folder.write_costs(self.meter.totals())
+        self._write_costs()
         policy, split = evaluation.policy, evaluation.split
         for tracker in self.trackers:
             tracker.log({f"evaluate/{split}/{policy}": evaluation.mean_score}, self.num_steps)
-        self.console.print_line(describe_evaluation(evaluation))
+        self.console.evaluation(evaluation, describe_evaluation(evaluation))
+
+    def _write_costs(self) -> None:
+        totals = self.meter.totals()
+        self.folder.write_costs(totals)
+        self.console.costs(totals)
 
     # ── interrupts ────────────────────────────────────────────────────────────────────────────────
 

@@ -23,6 +23,7 @@ from courtside.report.folder.locking import (
     dump_recipe,
     refuse_other_recipe,
 )
+from courtside.report.observers import open_observers
 from courtside.run import Run
 from courtside.training import checkpoints
 
@@ -43,6 +44,8 @@ def train_run(
     with ExitStack() as stack:
         run: Run | Follower
         with ranks.share_failures():
+            observers = open_observers(recipe.run, console, path, rank=ranks.rank)
+            console = stack.enter_context(observers)
             if ranks.is_leader:
                 folder = stack.enter_context(_open_folder(recipe, path, console))
                 run = _make_run(folder, recipe, console, num_threads, ranks)

@@ -259,7 +259,7 @@ def test_a_run_says_so_on_the_step_line_and_in_an_alarm(folder: Path, tmp_path: 
     assert alarm.startswith(f"step 1: {num} of {num} hints make their turn more likely")
     assert all("  hints 0  shift -" in line for line in lines if line.startswith("step 1/2"))
     assert any(line.startswith("none of the 2 steps trained a single token") for line in lines)
-    assert [row.get("kind") for row in rerun.alarms()] == ["harmful_hints", None]
+    assert [row.get("kind") for row in rerun.alarms()] == ["harmful_hints", "nothing_trained"]
     assert all(row["hints/dropped/harmful"] == num for row in rerun.metrics())
     page = (rerun.path / "report.html").read_text()
     assert "Hints that make their turn more likely" in page and "Largest shifts" not in page

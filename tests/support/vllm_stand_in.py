@@ -7,6 +7,7 @@ is tested with a real server (tests/vllm).
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -51,7 +52,9 @@ class VllmStandIn:
     """Serves a model `tiny` with adapters, or with weights that are replaced, and lets
     `fault(number, path, body)` answer first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tls: ssl.SSLContext | None = None, tokenizer: Any = None) -> None:
+        """`tokenizer`: of the model that a run compares with; None: `/tokenize` is not there."""
+        self.tokenizer = tokenizer
         self.fault: Callable[[int, str, Any], Response | str] = lambda n, path, body: "none"
         """Its answer; `none`: as a server in good order."""
         self.version_logp: Callable[[str], float] = lambda model: -1.0
@@ -111,7 +114,10 @@ class VllmStandIn:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        if tls is not None:
+            self.http.socket = tls.wrap_socket(self.http.socket, server_side=True)
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
     def restart(self) -> None:
@@ -151,6 +157,12 @@ class VllmStandIn:
             return respond({"data": [{"id": "tiny", "max_model_len": 512, "parent": None}]})
         if path == "/version":
             return respond({"version": "0.32.0"})
+        if path == "/tokenize" and self.tokenizer is not None:
+            if "messages" in body:
+                return respond({"error": {"message": "no chat template"}}, 400)
+            return respond({"tokens": self.tokenizer.encode(body["prompt"])})
+        if path == "/detokenize" and self.tokenizer is not None:
+            return respond({"prompt": self.tokenizer.decode(body["tokens"])})
         if path == "/v1/load_lora_adapter":
             if body["lora_name"] in self.adapters:
                 return respond({"error": {"message": "has already been loaded"}}, 400)

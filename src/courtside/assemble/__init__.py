@@ -77,7 +77,7 @@ def assemble(
     template, incremental = inputs.template, inputs.incremental
 
     servers = connect_servers(recipe, inputs)
-    progress = ProgressMeter()
+    progress = ProgressMeter(replicas=servers.replicas)
     models = load_models(recipe, inputs.tokenizer, progress, ranks)
     local = models.make_student_engine(models.weights, models.name)
     engine: Engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,6 +26,7 @@ from courtside.engines.served.student import ServedStudent
 from courtside.engines.served.vocabulary import find_difference, render_prompt
 from courtside.engines.served.weight_sync import Transport, WeightSync
 from courtside.errors import ModelError, RecipeError
+from courtside.progress import ReplicaCounts
 from courtside.recipe import Recipe
 from courtside.recipe.server import RolloutServerConfig, ServerConfig
 from courtside.recipe.teacher import RoutedTeacherConfig, ServerTeacherConfig
@@ -58,6 +59,13 @@ class Servers:
     rollout: Connection | None
     """None: the training process samples."""
     teachers: Mapping[ServerTeacherConfig, ServedTeacher]
+
+    @property
+    def replicas(self) -> Sequence[ReplicaCounts]:
+        connections = [teacher.connection for teacher in self.teachers.values()]
+        if self.rollout is not None:
+            connections.insert(0, self.rollout)
+        return [replica for connection in connections for replica in connection.pool.replicas]
 
 
 def connect_servers(recipe: Recipe, inputs: Inputs) -> Servers:

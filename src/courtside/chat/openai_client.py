@@ -17,6 +17,7 @@ from courtside.chat.model_client import Reply
 from courtside.errors import RunError
 from courtside.recipe.endpoint import EndpointConfig, read_api_key
 from courtside.sanitize import to_one_line, truncate
+from courtside.tls import explain_tls_failure, make_tls_context
 from courtside.types import Message
 
 LONGEST_WAIT = 60.0
@@ -56,6 +57,7 @@ class OpenAIClient:
         self.first_wait = first_wait
         """Seconds before the second try; doubled each time."""
         self._key = read_api_key(endpoint.api_key_env, field)
+        self._verify = make_tls_context([endpoint.base_url])
         self._stop = threading.Event()
         """Set when requests are given up, so that the others do not go on trying."""
 
@@ -84,7 +86,9 @@ class OpenAIClient:
         errors: list[RunError] = []
         self._stop.clear()
         with (
-            httpx.Client(timeout=self.endpoint.timeout, headers=headers) as client,
+            httpx.Client(
+                timeout=self.endpoint.timeout, headers=headers, verify=self._verify
+            ) as client,
             ThreadPoolExecutor(max_workers=self.endpoint.max_concurrency) as threads,
         ):
             futures = [threads.submit(self._ask, client, prompt) for prompt in prompts]
@@ -134,6 +138,10 @@ class OpenAIClient:
         try:
             response = client.post(f"{self.endpoint.base_url}/chat/completions", json=body)
         except httpx.TransportError as error:
+            if (explanation := explain_tls_failure(error)) is not None:
+                raise RunError(
+                    f"{self.field}.base_url = {self.endpoint.base_url!r}: {explanation}"
+                ) from None
             raise _Busy(f"{type(error).__name__}: {error}") from None
         status = response.status_code
         if status in (408, 425, 429) or status >= 500:

@@ -31,8 +31,25 @@ def plan(
     ] = "h200",
     gpus: Annotated[
         int,
-        typer.Option(metavar="N", help="How many. More than one is on paper: training uses one."),
+        typer.Option(metavar="N", help="How many train. More than one is on paper."),
     ] = 1,
+    rollout_gpus: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            help="GPUs of all servers of rollout.server together. Unset: planned as if the "
+            "training GPUs sampled.",
+        ),
+    ] = None,
+    teacher_gpus: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            help="GPUs of all servers of a teacher of kind 'server'. Unset: left out.",
+        ),
+    ] = None,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -120,6 +137,8 @@ def plan(
         parsed,
         gpu=gpu,
         num_gpus=gpus,
+        rollout_gpus=rollout_gpus,
+        teacher_gpus=teacher_gpus,
         shape=shape,
         teacher_shape=teacher_shape,
         prompt_tokens=prompt_tokens,

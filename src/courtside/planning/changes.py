@@ -156,7 +156,7 @@ def _quantize_base(work: Workload) -> Iterator[_Variant]:
 
 
 def _add_gpus(work: Workload) -> Iterator[_Variant]:
-    """The fewest that fit, in powers of two; on paper, as the trainer uses one."""
+    """The fewest that fit, in powers of two; on paper, as none of it was measured."""
     if not work.device.is_gpu:
         return
     number = work.num_gpus

@@ -11,15 +11,18 @@ from courtside.planning.flops import (
     evaluation_flops,
     reader_flops,
     rollout_flops,
+    served_teacher_flops,
     teacher_flops,
     update_flops,
 )
 from courtside.planning.gpus import Device
 from courtside.planning.memory import PhaseMemory, host_bytes, kv_cache_tokens, phase_memories
+from courtside.planning.servers import ServerPlan, on_servers, plan_servers
 from courtside.planning.timing import (
     Utilisation,
     default_utilisation,
     estimate_seconds,
+    find_sampler,
 )
 from courtside.planning.workload import Workload
 
@@ -33,6 +36,8 @@ class PhaseEstimate:
     name: str
     flops: PhaseFlops
     seconds: float
+    num_gpus: int
+    """That compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +55,17 @@ class Estimate:
     host_bytes: float
     """Main memory for offloaded moments."""
     kv_cache_tokens: int
+    servers: tuple[ServerPlan, ...]
+    overlaps: bool
+    """Whether servers sample the next step while this one trains (rollout.server.max_staleness)."""
 
     @property
     def step_seconds(self) -> float:
-        return sum(phase.seconds for phase in self.phases)
+        seconds = {phase.name: phase.seconds for phase in self.phases}
+        if not self.overlaps:
+            return sum(seconds.values())
+        rollout = seconds.pop("rollout", 0.0)
+        return max(rollout, sum(seconds.values()))
 
     @property
     def seconds(self) -> float:
@@ -77,7 +89,7 @@ class Estimate:
         return max(self.memory, key=lambda phase: phase.total)
 
     def fits(self, device: Device) -> bool:
-        return self.peak.total <= device.memory
+        return self.peak.total <= device.memory and all(plan.fits for plan in self.servers)
 
 
 def estimate(
@@ -95,11 +107,16 @@ def estimate(
         "update": update_flops(work),
         "record": PhaseFlops(),
     }
+    places = {"rollout": find_sampler(work)}
+    if work.teacher_servers is not None:
+        flops["teacher"] = served_teacher_flops(work)
+        places["teacher"] = on_servers(work, work.teacher_servers)
     phases = tuple(
         PhaseEstimate(
             name=name,
             flops=flops[name],
             seconds=timing.phases[name] * factors.get(name, 1.0),
+            num_gpus=places.get(name, work).num_gpus,
         )
         for name in STEP_PHASES
         if name in timing.phases
@@ -112,12 +129,17 @@ def estimate(
         steps=work.recipe.train.steps,
         phases=phases,
         evaluation=PhaseEstimate(
-            name="evaluate", flops=evaluation.flops, seconds=evaluation.seconds * factor
+            name="evaluate",
+            flops=evaluation.flops,
+            seconds=evaluation.seconds * factor,
+            num_gpus=evaluation.num_gpus,
         ),
         num_evaluations=num_evaluations,
         memory=phase_memories(work),
         host_bytes=host_bytes(work),
         kv_cache_tokens=kv_cache_tokens(work),
+        servers=tuple(plan_servers(work)),
+        overlaps=work.recipe.max_staleness > 0 and work.rollout_servers is not None,
     )
 
 
@@ -136,7 +158,8 @@ def _estimate_evaluations(
                 flops = add_flops(flops, evaluation_flops(work, by_teacher=by_teacher))
                 total += teacher_seconds if by_teacher else seconds
                 count += 1
-    return PhaseEstimate(name="evaluate", flops=flops, seconds=total), count
+    gpus = find_sampler(work).num_gpus
+    return PhaseEstimate(name="evaluate", flops=flops, seconds=total, num_gpus=gpus), count
 
 
 def _validation_steps(work: Workload) -> range:

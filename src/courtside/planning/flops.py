@@ -94,6 +94,21 @@ def reader_flops(work: Workload) -> PhaseFlops:
     )
 
 
+def served_teacher_flops(work: Workload) -> PhaseFlops:
+    """vLLM computes log-probs of a prompt without its prefix cache: of each sequence all tokens,
+    through the LM head too."""
+    assert work.teacher_servers is not None
+    shape, rows = work.teacher_servers.shape, work.num_rows
+    length = work.lengths.sequence + work.lengths.context
+    return PhaseFlops(
+        input_tokens=rows * length,
+        counted=forward_flops(shape.num_parameters, 1) * rows * length,
+        layers=2.0 * shape.num_linear_parameters * rows * length,
+        attention=attention_flops(shape, rows * length**2 / 2),
+        head=2.0 * shape.num_head_parameters * rows * length,
+    )
+
+
 def teacher_flops(work: Workload) -> PhaseFlops:
     """Scoring of all trajectories, and of the reference where a loss compares with it."""
     models, rows, lengths = work.models, work.num_rows, work.lengths

@@ -3,8 +3,8 @@
 Weights, gradients and moments are counted exactly. Activations follow from what the layer kernels
 save (engines/kernels/layers_autograd.py), the LM head's logits from its chunks
 (losses/fused/linear_divergence.py), the KV cache from its rows (engines/generation/kv_cache.py).
-With several GPUs states are sharded over them, which the trainer does not do yet: such a plan is on
-paper.
+With several GPUs the student's states are sharded, and each rank has a whole sampler, teacher and
+reference (docs/distributed.md); such a plan was not compared with runs.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ def resident_bytes(work: Workload) -> dict[str, float]:
     student = model_bytes(models.student, models.base_dtype)
     parts = {
         "student weights": (student + 4 * (models.num_adapter or 0)) / shards,
+        "sampler": sampler_bytes(work),
         "AdamW moments": 0.0 if _offloads(work) else 8 * models.num_trained / shards,
-        "teacher weights": sum(map(teacher_bytes, models.teachers)) / shards,
-        "copies of the student": num_copies(work) * 4 * models.num_trained / shards,
+        "teacher weights": float(sum(map(teacher_bytes, models.teachers))),
+        "copies of the student": 4.0 * num_copies(work) * models.num_trained,
     }
     if work.device.is_gpu:
         parts |= {"CUDA context": CUDA_CONTEXT, "workspaces": WORKSPACES}
@@ -74,6 +75,21 @@ def resident_bytes(work: Workload) -> dict[str, float]:
     if recipe.train.optimizer_offload and not work.device.is_gpu:
         parts["AdamW moments"] = 8 * models.num_trained
     return {name: size for name, size in parts.items() if size}
+
+
+def sampler_bytes(work: Workload) -> float:
+    """The plain copy that samples and scores beside the shards, whole on each rank."""
+    if work.num_gpus == 1 or work.rollout_servers is not None:
+        return 0.0
+    models = work.models
+    item = 4 if _has_average(work) else ITEM_SIZE[models.dtype]
+    return item * models.student.num_parameters + 4.0 * (models.num_adapter or 0)
+
+
+def _has_average(work: Workload) -> bool:
+    """Whether a teacher is a moving average, which takes float32 weights."""
+    teachers = work.recipe.model_teachers
+    return any(isinstance(t, SelfTeacherConfig) and t.weights == "ema" for t in teachers)
 
 
 def teacher_bytes(teacher: TeacherModel) -> float:
@@ -118,21 +134,24 @@ def kv_cache_tokens(work: Workload) -> int:
         return budget
     if not work.device.is_gpu:
         return DEFAULT_TOKENS
+    if work.server_cache_tokens is not None:
+        return int(work.server_cache_tokens)
     resident = resident_bytes(work)
     held = sum(
-        resident.get(n, 0.0) for n in ("student weights", "teacher weights", "AdamW moments")
+        resident.get(n, 0.0)
+        for n in ("student weights", "sampler", "teacher weights", "AdamW moments")
     )
     # As the run counts them: a copy for each frozen or EMA teacher, LoRA or not.
-    held += num_weight_copies(work.recipe) * 4 * work.models.num_trained / work.num_gpus
+    held += num_weight_copies(work.recipe) * 4 * work.models.num_trained
     return budget_kv_tokens(int(work.device.memory - held), kv_bytes_per_token(work))
 
 
 def kv_bytes_per_token(work: Workload, shape: ModelShape | None = None) -> int:
-    """Of the student, or a teacher of that shape. A CPU attends in float32; several GPUs split the
-    heads."""
+    """Of the student, or a teacher of that shape. A CPU attends in float32; GPUs that decode
+    together split the heads."""
     item = ITEM_SIZE[work.models.dtype] if work.device.is_gpu else 4
     shape = shape or work.models.student
-    return max(1, shape.kv_elements_per_token * item // work.decode_shards)
+    return max(1, shape.kv_elements_per_token * item // work.tensor_parallel)
 
 
 def num_cache_rows(work: Workload, rows: float) -> int:
@@ -152,15 +171,16 @@ def rollout_memory(work: Workload) -> PhaseMemory:
     is_teachers = work.num_student_rows < work.num_teacher_rows
     shape = work.models.scorer if is_teachers else work.models.student
     num_sampled = work.num_teacher_rows if is_teachers else work.num_student_rows
-    if num_sampled:
+    if num_sampled and work.rollout_servers is None:
         rows = num_cache_rows(work, num_sampled / work.num_replicas)
         positions = row_tokens(work)
         if work.device.is_gpu:
             rows = -(-rows // ROW_STEP) * ROW_STEP
             positions = -(-int(positions) // POSITION_STEP) * POSITION_STEP
         parts["KV cache"] = rows * positions * kv_bytes_per_token(work, shape)
-        if (_casts(work) and not is_teachers) or work.num_replicas > 1:
-            parts["bf16 weights"] = 2.0 * shape.num_parameters / work.decode_shards
+        # The sampler of several ranks is in bfloat16 already, unless an average keeps it float32.
+        if _casts(work) and not is_teachers and (work.num_gpus == 1 or _has_average(work)):
+            parts["bf16 weights"] = 2.0 * shape.num_parameters
         prefill = min(PASS_TOKENS[work.device.is_gpu], rows * work.lengths.prompt)
         parts["forward pass"] = max(
             prefill * pass_bytes_per_token(shape, work.models.dtype), 12.0 * rows * shape.vocab_size
@@ -205,8 +225,8 @@ def branch_bytes(work: Workload, tokens: float) -> float:
 def teacher_memory(work: Workload) -> PhaseMemory:
     parts = resident_bytes(work)
     if work.is_scored and not work.defers_hints:
-        if _casts(work) and not work.models.teachers:
-            parts["bf16 weights"] = 2.0 * work.models.student.num_parameters / work.num_gpus
+        if _casts(work) and not work.models.teachers and work.num_gpus == 1:
+            parts["bf16 weights"] = 2.0 * work.models.student.num_parameters
         parts["targets"] = target_bytes(work)
         extra = 0.0 if work.recipe.reader else work.lengths.context
         _, tokens = work.pack(PASS_TOKENS[work.device.is_gpu], extra)
@@ -214,8 +234,6 @@ def teacher_memory(work: Workload) -> PhaseMemory:
             parts["KV cache of trunks"] = tokens * kv_bytes_per_token(work)
             parts["keys of hints"] = branch_bytes(work, tokens)
         parts["forward pass"] = tokens * pass_bytes_per_token(work.models.scorer, work.models.dtype)
-        if work.num_gpus > 1:
-            parts["gathered layers"] = gathered_bytes(work.models.scorer, work.models.dtype)
     return PhaseMemory(phase="teacher", parts={k: v for k, v in parts.items() if v})
 
 
@@ -275,10 +293,12 @@ def update_memory(work: Workload) -> PhaseMemory:
     models, shards = work.models, work.num_gpus
     num_passes, tokens = work.pack(work.micro_batch_tokens)
     parts["gradients"] = gradient_bytes(work, num_passes, tokens) / shards
-    if _casts(work):
-        parts["bf16 weights"] = 2.0 * models.student.num_parameters / shards
+    if _casts(work) and shards == 1:
+        parts["bf16 weights"] = 2.0 * models.student.num_parameters
     if shards > 1:
-        parts["gathered layers"] = gathered_bytes(models.student, models.dtype)
+        parts["gathered layers"] = gathered_bytes(work)
+        if models.trains_head:  # reduced in the last pass, with the embedding's
+            parts["gradients"] += 4.0 * num_gathered_parameters(models.student)
     if work.defers_hints:
         parts["KV cache of trunks"] = tokens * kv_bytes_per_token(work)
     parts["targets"] = target_bytes(work)
@@ -295,11 +315,18 @@ def update_memory(work: Workload) -> PhaseMemory:
     return PhaseMemory(phase="update", parts={k: v for k, v in parts.items() if v})
 
 
-def gathered_bytes(shape: ModelShape, dtype: str) -> float:
-    """Sharded weights in use: two layers (one is prefetched), and embedding with LM head."""
-    item = ITEM_SIZE[dtype]
+def gathered_bytes(work: Workload) -> float:
+    """Sharded weights in use: two layers (one is prefetched), and embedding with LM head, in the
+    dtype that they are stored in, with bfloat16 copies of float32 ones."""
+    shape = work.models.student
     layers = 2 * shape.num_linear_parameters / shape.num_layers
-    return item * (layers + (1 if shape.tied else 2) * shape.num_head_parameters)
+    item = ITEM_SIZE.get(work.models.base_dtype, 2) + (2 if _casts(work) else 0)
+    return item * (layers + num_gathered_parameters(shape))
+
+
+def num_gathered_parameters(shape: ModelShape) -> int:
+    """Of embedding and LM head, whole during an update."""
+    return (1 if shape.tied else 2) * shape.num_head_parameters
 
 
 def phase_memories(work: Workload) -> tuple[PhaseMemory, ...]:

@@ -14,6 +14,7 @@ from courtside.planning.gpus import Device, find_device
 from courtside.planning.lengths import KnownLengths, MeasuredTasks, choose_lengths, measure_tasks
 from courtside.planning.measured import MeasuredRun, read_run
 from courtside.planning.models import resolve_shapes
+from courtside.planning.servers import find_rollout_servers, find_teacher_servers
 from courtside.planning.timing import Utilisation, default_utilisation
 from courtside.planning.workload import Lengths, PlannedModels, Workload, plan_models
 from courtside.recipe import Recipe
@@ -21,9 +22,14 @@ from courtside.recipe.load import RECIPE_PATH, load_recipe, require_path
 from courtside.report.summary import summarize_recipe
 
 PAPER_NOTE = (
-    "several GPUs are on paper: the trainer runs on one today. Weights, gradients, moments and "
-    "teacher are divided evenly (as by FSDP), rollouts by tensor parallelism within a machine of "
-    "eight, machines linked at 50 GB/s a GPU"
+    "several GPUs are on paper, and never measured: weights, gradients and moments are divided "
+    "evenly (FSDP2), each rank has a whole sampler and teacher, weights are gathered in every pass "
+    "without overlap, machines are linked at 50 GB/s a GPU"
+)
+SERVERS_NOTE = (
+    "servers are on paper, and never measured: vLLM is planned with the speed of courtside's own "
+    "decoding and matmuls, tensor parallelism within a replica, 0.9 of the memory; HTTP, log-probs "
+    "as JSON and the weights' way to the servers are left out"
 )
 OTHER_GPU_NOTE = (
     "times were measured on an H200 and two CPU cores only; for this GPU they are scaled"
@@ -51,8 +57,11 @@ class CostPlan:
     """In one line."""
     device: Device
     num_gpus: int
+    """That train."""
+    num_all_gpus: int
+    """Those of the servers included, where they were given."""
     is_on_paper: bool
-    """More GPUs than the trainer uses."""
+    """More GPUs than one, which nothing was measured on."""
     models: PlannedModels
     lengths: Lengths
     estimate: Estimate
@@ -76,7 +85,7 @@ class CostPlan:
 
     @property
     def gpu_hours(self) -> float:
-        return self.hours * self.num_gpus
+        return self.hours * self.num_all_gpus
 
     @property
     def cost(self) -> float | None:
@@ -89,6 +98,8 @@ def plan(
     *,
     gpu: str = "h200",
     num_gpus: int = 1,
+    rollout_gpus: int | None = None,
+    teacher_gpus: int | None = None,
     shape: str | None = None,
     teacher_shape: str | None = None,
     prompt_tokens: float | None = None,
@@ -104,6 +115,7 @@ def plan(
     `recipe`: also a TOML file, or the name of a built-in recipe. `shape`, `teacher_shape`: of
     models whose files are not at hand. Tokens that are not given are measured on the recipe's tasks
     or assumed, which the plan says; `new_tokens` and `observation_tokens` are those of one turn.
+    `num_gpus`: that train; `rollout_gpus`, `teacher_gpus`: of all servers with that role together.
     `run`: an earlier run on the same kind of device, whose lengths and seconds replace defaults.
     """
     if not isinstance(recipe, Recipe):
@@ -119,7 +131,9 @@ def plan(
     _check_device(recipe, device)
     if price_per_hour is not None and not 0 <= price_per_hour < 1e6:
         raise PlanError(f"--price-per-hour {price_per_hour:g}: give the price of a GPU and hour")
-    student, teachers = resolve_shapes(recipe, shape=shape, teacher_shape=teacher_shape)
+    teacher_servers = find_teacher_servers(recipe, teacher_gpus, teacher_shape, device)
+    local_shape = teacher_shape if teacher_servers is None else None
+    student, teachers = resolve_shapes(recipe, shape=shape, teacher_shape=local_shape)
     models = plan_models(recipe, student, teachers, device)
     measured: MeasuredRun | None = None
     if run is not None:
@@ -127,7 +141,15 @@ def plan(
         lengths = measured.fill(lengths, recipe)
     measure = partial(_measure_or_explain, recipe)
     chosen, assumptions = choose_lengths(recipe, lengths, measure)
-    work = Workload(recipe=recipe, models=models, lengths=chosen, device=device, num_gpus=num_gpus)
+    work = Workload(
+        recipe=recipe,
+        models=models,
+        lengths=chosen,
+        device=device,
+        num_gpus=num_gpus,
+        rollout_servers=find_rollout_servers(recipe, rollout_gpus, student, device),
+        teacher_servers=teacher_servers,
+    )
     factors = measured.factors if measured is not None else {}
     utilisation = default_utilisation(work)
     run_estimate = partial(estimate, factors=factors)
@@ -135,7 +157,8 @@ def plan(
         recipe=summarize_recipe(recipe),
         device=device,
         num_gpus=num_gpus,
-        is_on_paper=num_gpus > 1,
+        num_all_gpus=work.num_all_gpus,
+        is_on_paper=work.num_all_gpus > 1,
         models=models,
         lengths=chosen,
         estimate=run_estimate(work),
@@ -170,6 +193,9 @@ def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
     notes = []
     if work.num_gpus > 1:
         notes.append(PAPER_NOTE)
+        notes += _refusals(work)
+    if work.rollout_servers is not None or work.teacher_servers is not None:
+        notes.append(SERVERS_NOTE)
     if work.device.name not in ("h200", "cpu") and measured is None:
         notes.append(OTHER_GPU_NOTE)
     if measured is not None:
@@ -178,10 +204,15 @@ def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
         notes.append(HINTS_NOTE)
     if not work.recipe.model_teachers and work.recipe.teacher is not None:
         notes.append("a custom teacher's cost is not known and left out")
-    if work.recipe.server_teachers:
-        notes.append("a teacher behind servers costs nothing here; its own cost is left out")
-    if work.recipe.rollout.server is not None:
-        notes.append("rollout.server samples elsewhere; the rollout is planned as if it were here")
+    if work.recipe.server_teachers and work.teacher_servers is None:
+        notes.append(
+            "a teacher behind servers costs nothing here; --teacher-gpus plans its servers, too"
+        )
+    if work.recipe.rollout.server is not None and work.rollout_servers is None:
+        notes.append(
+            "rollout.server samples elsewhere; the rollout is planned as if it were here. "
+            "--rollout-gpus plans its servers"
+        )
     if work.recipe.takeover is not None:
         notes.append(TAKEOVER_NOTE)
     if work.recipe.drafts:
@@ -189,3 +220,11 @@ def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
     if work.recipe.rollout.mixed_sampling is not None:
         notes.append(MIXED_SAMPLING_NOTE)
     return notes
+
+
+def _refusals(work: Workload) -> list[str]:
+    """What such a run would be refused for today."""
+    from courtside.assemble.sharded import find_sharding_problems
+
+    problems = find_sharding_problems(work.recipe, work.num_gpus)
+    return [f"refused today with {work.num_gpus} processes: {problem}" for problem in problems]

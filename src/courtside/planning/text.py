@@ -6,6 +6,7 @@ from courtside.planning.estimate import PhaseEstimate
 from courtside.planning.flops import PhaseFlops
 from courtside.planning.gpus import GIB
 from courtside.planning.plan import CostPlan
+from courtside.planning.servers import ServerPlan
 from courtside.report.summary import format_duration, format_number
 
 Rows = tuple[list[str], list[list[str]]]
@@ -13,10 +14,21 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def headline(plan: CostPlan) -> str:
-    device = plan.device.name if plan.num_gpus == 1 else f"{plan.num_gpus} × {plan.device.name}"
+    is_single = plan.num_all_gpus == 1
+    device = plan.device.name if is_single else f"{plan.num_all_gpus} × {plan.device.name}"
     where = f"{device}, {plan.device.memory / GIB:,.0f} GiB"
     on_paper = " (on paper)" if plan.is_on_paper else ""
-    return f"{plan.recipe}\non {where}{' each' if plan.num_gpus > 1 else ''}{on_paper}"
+    lines = [plan.recipe, f"on {where}{'' if is_single else ' each'}{on_paper}"]
+    if plan.estimate.servers:
+        parts = [f"{plan.num_gpus} to train", *map(_describe_server, plan.estimate.servers)]
+        lines.append("; ".join(parts))
+    return "\n".join(lines)
+
+
+def _describe_server(plan: ServerPlan) -> str:
+    servers = plan.servers
+    each = f" of {servers.tensor_parallel}" if servers.tensor_parallel > 1 else ""
+    return f"{servers.num_gpus} for {servers.num_replicas} {plan.role} servers{each}"
 
 
 def describe_models(plan: CostPlan) -> str:
@@ -35,16 +47,22 @@ def phase_rows(plan: CostPlan) -> Rows:
     estimate = plan.estimate
     columns = ["a step", "time", "tokens in", "tokens out", "FLOPs", "executed", "of the peak"]
     rows = [_phase_row(phase.name, phase, plan) for phase in estimate.phases if phase.seconds]
-    step = PhaseEstimate(name="", flops=estimate.step_flops, seconds=estimate.step_seconds)
+    gpus = plan.num_all_gpus
+    step = PhaseEstimate(
+        name="", flops=estimate.step_flops, seconds=estimate.step_seconds, num_gpus=gpus
+    )
     rows.append(_phase_row("whole step", step, plan))
     steps = PhaseEstimate(
-        name="", seconds=estimate.steps * step.seconds, flops=_times(step.flops, estimate.steps)
+        name="",
+        seconds=estimate.steps * step.seconds,
+        flops=_times(step.flops, estimate.steps),
+        num_gpus=gpus,
     )
     rows.append(_phase_row(f"{estimate.steps:,} steps", steps, plan))
     if estimate.num_evaluations:
         name = f"{estimate.num_evaluations} evaluations"
         rows.append(_phase_row(name, estimate.evaluation, plan))
-    whole = PhaseEstimate(name="", flops=estimate.flops, seconds=estimate.seconds)
+    whole = PhaseEstimate(name="", flops=estimate.flops, seconds=estimate.seconds, num_gpus=gpus)
     rows.append(_phase_row("whole run", whole, plan))
     return columns, rows
 
@@ -56,7 +74,7 @@ def _times(flops: PhaseFlops, number: int) -> PhaseFlops:
 
 def _phase_row(name: str, phase: PhaseEstimate, plan: CostPlan) -> list[str]:
     flops = phase.flops
-    rate = plan.device.flops * plan.num_gpus * phase.seconds
+    rate = plan.device.flops * phase.num_gpus * phase.seconds
     return [
         name,
         format_duration(phase.seconds),
@@ -94,14 +112,24 @@ def summary_lines(plan: CostPlan) -> list[str]:
     peak, memory = estimate.peak, plan.device.memory
     lines = [describe_models(plan)]
     verdict = "fits" if plan.fits else "DOES NOT FIT"
+    trains = "training: " if estimate.servers else ""
     lines.append(
-        f"{verdict}: {_gib(peak.total)} GiB at the most, in the {peak.phase}, of {_gib(memory)} GiB"
+        f"{verdict}: {trains}{_gib(peak.total)} GiB at the most, in the {peak.phase}, of "
+        f"{_gib(memory)} GiB"
     )
+    for server in estimate.servers:
+        lines.append(
+            f"a {server.role} server's GPU: {_gib(server.weight_bytes)} GiB of {_gib(memory)} are "
+            f"weights; a replica's KV cache holds {format_number(server.cache_tokens)} tokens, "
+            f"{server.rows:,.0f} sequences of the planned length"
+        )
+    if estimate.overlaps:
+        lines.append("the next step is sampled while this one trains: a step takes the longer one")
     if estimate.host_bytes:
         lines.append(f"main memory for AdamW's moments: {_gib(estimate.host_bytes)} GiB, pinned")
     lines += [f"{name}: {rate}" for name, rate in _rates(plan)]
     hours = f"{format_duration(estimate.seconds)} = {plan.hours:,.3g} h"
-    if plan.num_gpus > 1:
+    if plan.num_all_gpus > 1:
         hours += f", {plan.gpu_hours:,.3g} GPU hours"
     lines.append(f"whole run: {hours}, models loaded in addition")
     if plan.cost is not None:

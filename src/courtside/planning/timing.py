@@ -15,12 +15,14 @@ from courtside.planning.flops import (
     attention_flops,
     evaluation_flops,
     reader_flops,
+    served_teacher_flops,
     teacher_flops,
     update_flops,
 )
 from courtside.planning.memory import ITEM_SIZE, kv_bytes_per_token, num_cache_rows
+from courtside.planning.servers import on_servers
 from courtside.planning.shapes import ModelShape
-from courtside.planning.workload import PASS_TOKENS, Workload
+from courtside.planning.workload import GPUS_PER_MACHINE, PASS_TOKENS, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,11 @@ def matmul_rate(work: Workload, use: Utilisation) -> float:
     return use.matmul * work.device.flops * work.num_gpus / slower
 
 
+def find_sampler(work: Workload) -> Workload:
+    """The GPUs that sample."""
+    return work if work.rollout_servers is None else on_servers(work, work.rollout_servers)
+
+
 def execution_seconds(flops: PhaseFlops, work: Workload, use: Utilisation) -> float:
     """Of matmuls and attention, each at its rate."""
     matmuls = flops.executed - flops.attention
@@ -112,7 +119,7 @@ def decode_seconds(
     group_size: int,
 ) -> float:
     """`rows` answers of `new` tokens, as many of them at a time as the KV cache holds."""
-    device, shards = work.device, work.decode_shards
+    device, shards = work.device, work.tensor_parallel
     rows = rows / work.num_replicas
     item = ITEM_SIZE[work.models.dtype]
     busy = min(float(num_cache_rows(work, rows)), rows)
@@ -153,7 +160,7 @@ def _prefill_seconds(
 
 
 def rollout_seconds(work: Workload, use: Utilisation) -> float:
-    total = 0.0
+    total, work = 0.0, find_sampler(work)
     shapes = (
         (work.models.student, work.num_student_rows),
         (work.models.scorer, work.num_teacher_rows),
@@ -193,6 +200,9 @@ def reader_seconds(work: Workload, use: Utilisation) -> float:
 
 
 def teacher_seconds(work: Workload, use: Utilisation) -> float:
+    if work.teacher_servers is not None:
+        servers = on_servers(work, work.teacher_servers)
+        return execution_seconds(served_teacher_flops(work), servers, use)
     if not work.is_scored and not work.recipe.needs_reference:
         return 0.0
     limit = PASS_TOKENS[work.device.is_gpu]
@@ -207,7 +217,7 @@ def teacher_seconds(work: Workload, use: Utilisation) -> float:
         num_forward=2 if is_tree else 1,
         extra=0.0 if work.recipe.reader else work.lengths.context,
     )
-    return seconds + _gather_seconds(work, work.models.scorer, limit, times=1)
+    return seconds
 
 
 def update_seconds(work: Workload, use: Utilisation) -> float:
@@ -231,12 +241,15 @@ def _gather_seconds(work: Workload, shape: ModelShape, limit: int, *, times: flo
     if work.num_gpus == 1:
         return 0.0
     passes, _ = work.pack(limit)
-    remote = (work.num_gpus - 1) / work.num_gpus * 2.0 * shape.num_parameters
-    link = work.device.link if work.num_replicas == 1 else min(work.device.link, NETWORK)
+    item = ITEM_SIZE.get(work.models.base_dtype, 2)
+    remote = (work.num_gpus - 1) / work.num_gpus * item * shape.num_parameters
+    is_one_machine = work.num_gpus <= GPUS_PER_MACHINE
+    link = work.device.link if is_one_machine else min(work.device.link, NETWORK)
     return passes * times * remote / link
 
 
 def evaluation_seconds(work: Workload, use: Utilisation, *, by_teacher: bool) -> float:
+    work = work if by_teacher else find_sampler(work)
     config = work.recipe.evaluate
     rows = float(config.num_tasks * config.samples_per_task)
     shape = work.models.scorer if by_teacher else work.models.student

@@ -20,7 +20,7 @@ PASS_TOKENS = {True: 16384, False: 512}
 HINT_TOKENS = 48
 """Of a hint, where nothing is known."""
 GPUS_PER_MACHINE = 8
-"""More than that are several machines: decoding is split within one, rows among them."""
+"""More than that are several machines, with a slower network between them."""
 MAX_TOKENS = 10**8
 """Of one sequence: more is a slip of the keyboard."""
 
@@ -109,6 +109,21 @@ class PlannedModels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerGpus:
+    """Of the servers with one role: they sample for the student, or score for a teacher."""
+
+    shape: ModelShape
+    num_gpus: int
+    num_replicas: int
+    """Addresses in the recipe."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs of one replica."""
+        return self.num_gpus // self.num_replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """The sizes of one step, from a recipe and its lengths."""
 
@@ -117,17 +132,25 @@ class Workload:
     lengths: Lengths
     device: Device
     num_gpus: int = 1
-    """GPUs that share the rows of a step and the states of the models."""
-
-    @property
-    def decode_shards(self) -> int:
-        """GPUs that decode one row together (tensor parallelism)."""
-        return min(self.num_gpus, GPUS_PER_MACHINE)
+    """Ranks that share the rows of a step and, by FSDP2, the states of the student."""
+    tensor_parallel: int = 1
+    """GPUs that decode one row together, as those of a vLLM server."""
+    rollout_servers: ServerGpus | None = None
+    """None: the ranks sample."""
+    teacher_servers: ServerGpus | None = None
+    """None: the ranks score, or the servers' costs are left out."""
+    server_cache_tokens: float | None = None
+    """Of a replica's KV cache, where servers sample. None: that of a rank."""
 
     @property
     def num_replicas(self) -> float:
-        """Groups of such GPUs, which share the rows."""
-        return self.num_gpus / self.decode_shards
+        """Samplers, which share the rows."""
+        return self.num_gpus / self.tensor_parallel
+
+    @property
+    def num_all_gpus(self) -> int:
+        servers = (self.rollout_servers, self.teacher_servers)
+        return self.num_gpus + sum(s.num_gpus for s in servers if s is not None)
 
     @property
     def num_rows(self) -> float:

@@ -30,7 +30,7 @@ STEPS_BETWEEN_ALARMS = 10
 
 
 class RunAlarms:
-    """Alarms go to the run folder, and most of them to the console."""
+    """Alarms go to the run folder and the console."""
 
     def __init__(self, folder: RunFolder, console: RunConsole) -> None:
         self.folder, self.console = folder, console
@@ -53,15 +53,18 @@ class RunAlarms:
         steps = [row["step"] for row in self.folder.alarms() if row.get("kind") == kind]
         if not steps or step - max(steps) >= STEPS_BETWEEN_ALARMS:
             self.folder.record_alarm({"step": step, "kind": kind, "message": alarm})
-            self.console.print_line(f"step {step + 1}: {alarm}")
+            self.console.alarm(kind, f"step {step + 1}: {alarm}", step=step)
 
     def check_finished(self, num_steps: int) -> None:
         """After the last step."""
         rows = self.folder.metrics()
-        alarms = (check_nothing_trained(rows), check_missing_metrics(rows, num_steps))
-        for alarm in filter(None, alarms):
-            self.folder.record_alarm({"step": num_steps - 1, "message": alarm})
-            self.console.print_line(alarm)
+        alarms = {
+            "nothing_trained": check_nothing_trained(rows),
+            "missing_metrics": check_missing_metrics(rows, num_steps),
+        }
+        for kind, alarm in alarms.items():
+            if alarm is not None:
+                self._raise(num_steps - 1, kind, alarm)
 
     def check_faults(self, evaluation: Evaluation) -> None:
         if faults := evaluation.metrics.get("environment_faults", 0):
@@ -69,7 +72,7 @@ class RunAlarms:
                 f"{evaluation.policy} on {evaluation.split} tasks: {faults:g} episodes were ended "
                 "by bugs in the environment and are not in the score"
             )
-            self.folder.record_alarm({"step": evaluation.step, "message": message})
+            self._raise(evaluation.step, "environment_faults", message)
 
     def report_unmeasured(self, what: str, error: Exception, *, step: int) -> None:
         """The evaluation is tried again by the next command."""
@@ -78,8 +81,11 @@ class RunAlarms:
             reason = f"{type(error).__name__}: {error}"
             warnings.warn("".join(traceback.format_exception(error)), stacklevel=2)
         message = f"not measured after training: {what} ({reason})"
-        self.folder.record_alarm({"step": step, "message": message})
-        self.console.print_line(message)
+        self._raise(step, "not_measured", message)
+
+    def _raise(self, step: int, kind: str, message: str) -> None:
+        self.folder.record_alarm({"step": step, "kind": kind, "message": message})
+        self.console.alarm(kind, message, step=step)
 
 
 def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update) -> None:

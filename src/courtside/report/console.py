@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, TextIO
 from courtside.errors import UserError
 from courtside.progress import PhaseProgress, ProgressMeter
 from courtside.recipe import Recipe
+from courtside.report.costs import PhaseCost
 from courtside.report.summary import format_duration, format_number, summarize_recipe
+from courtside.types import Evaluation
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -48,6 +50,20 @@ class RunConsole:
 
     def step(self, row: Numbers) -> None:
         """`row` are the metrics of a step that is done."""
+
+    def end_phase(self, name: str) -> None:
+        """A phase is over; a nested one returns to the one around it."""
+
+    def costs(self, totals: Mapping[str, PhaseCost]) -> None:
+        """What each phase has cost so far, earlier processes of the run included."""
+
+    def alarm(self, kind: str, message: str, *, step: int) -> None:
+        """`step` is that of the alarm's row in the run folder."""
+        self.print_line(message)
+
+    def evaluation(self, evaluation: Evaluation, text: str) -> None:
+        """`text`: the same for people."""
+        self.print_line(text)
 
     def print_line(self, text: str) -> None:
         pass

@@ -155,10 +155,11 @@ def test_more_gpus_take_less_time_and_memory() -> None:
     assert updates[0] / updates[-1] < 8  # weights are gathered over the links
     machine, machines = (plan(make_recipe(), num_gpus=n, **PROMPTS).estimate for n in (8, 16))
     rollout, other = (result.memory[0].parts for result in (machine, machines))
-    # A second machine halves the states and the rows, not the weights that decode.
+    # A second machine halves the states and the rows, not the models that sample and score.
     assert other["student weights"] == rollout["student weights"] / 2
     assert other["KV cache"] == rollout["KV cache"] / 2
-    assert other["bf16 weights"] == rollout["bf16 weights"]
+    for name in ("sampler", "teacher weights"):
+        assert other[name] == rollout[name]
     assert machine.phases[2].seconds / machines.phases[2].seconds < 2
 
 
@@ -213,6 +214,97 @@ def test_pruned_students_have_fewer_layers() -> None:
         plan(make_recipe(student={"model": "Qwen/Qwen3-8B", "keep_layers": [36]}), **PROMPTS)
 
 
+# ── servers ──────────────────────────────────────────────────────────────────────────────────────
+
+TEACHER = {"kind": "server", "server": {"urls": ["http://a:1", "http://b:1"],
+                                        "model": "Qwen/Qwen3-32B"}}  # fmt: skip
+TOP_K = [{"kind": "divergence", "support": {"kind": "top_k", "k": 64, "of": "teacher"}}]
+SAMPLER = {"urls": [f"http://localhost:{port}" for port in range(1, 5)], "model": "student"}
+
+
+def served(**server: Any) -> Recipe:
+    rollout = {"samples_per_prompt": 4, "max_new_tokens": 512}
+    if server:
+        rollout["server"] = SAMPLER | server
+    return make_recipe(teacher=TEACHER, losses=TOP_K, rollout=rollout)
+
+
+def seconds_of(result: courtside.CostPlan) -> dict[str, float]:
+    return {phase.name: phase.seconds for phase in result.estimate.phases}
+
+
+def test_servers_have_gpus_of_their_own() -> None:
+    alone = plan(served(max_staleness=0), **PROMPTS)
+    split = plan(served(max_staleness=0), rollout_gpus=4, teacher_gpus=4, **PROMPTS)
+    assert (split.num_gpus, split.num_all_gpus, split.is_on_paper) == (1, 9, True)
+    assert split.gpu_hours == 9 * split.hours
+    before, after = seconds_of(alone), seconds_of(split)
+    assert after["rollout"] < before["rollout"] and "teacher" not in before
+    assert after["update"] == before["update"]
+    assert split.estimate.step_seconds == pytest.approx(sum(after.values()))
+    rollout, teacher = split.estimate.servers
+    assert (teacher.servers.num_replicas, teacher.servers.tensor_parallel) == (2, 2)
+    assert teacher.weight_bytes == 2 * split.estimate.servers[1].servers.shape.num_parameters / 2
+    assert rollout.fits and teacher.fits
+    memory = {phase.phase: phase.parts for phase in split.estimate.memory}
+    assert "KV cache" not in memory["rollout"] and "KV cache" in {
+        name for phase in alone.estimate.memory for name in phase.parts
+    }
+    assert any("never measured" in note for note in split.notes)
+
+
+def test_the_teachers_time_is_that_of_whole_sequences() -> None:
+    """By hand: no prefix is shared, and the LM head covers prompts, too."""
+    result = plan(served(), teacher_gpus=4, **PROMPTS)
+    shape = result.estimate.servers[0].servers.shape
+    tokens, length = 256 * 640, 640
+    matmuls = 2 * (shape.num_linear_parameters + shape.num_head_parameters) * tokens
+    attention = 4 * shape.num_layers * shape.query_size * 256 * length**2 / 2
+    rate = 4 * GPUS["h200"].flops
+    expected = matmuls / (0.65 * rate) + attention / (0.28 * rate)
+    assert seconds_of(result)["teacher"] == pytest.approx(expected)
+    twice = plan(served(), teacher_gpus=8, **PROMPTS)
+    assert seconds_of(twice)["teacher"] == pytest.approx(expected / 2)
+
+
+def test_sampling_ahead_takes_the_longer_of_the_two() -> None:
+    result = plan(served(max_staleness=1), rollout_gpus=4, teacher_gpus=4, **PROMPTS)
+    seconds = seconds_of(result)
+    training = sum(seconds.values()) - seconds["rollout"]
+    assert result.estimate.step_seconds == pytest.approx(max(seconds["rollout"], training))
+
+
+def test_a_model_that_its_server_cannot_hold_does_not_fit() -> None:
+    """Qwen3-32B takes 61 GiB in bfloat16."""
+    result = plan(served(), gpu="a100-40", teacher_gpus=2, **PROMPTS)
+    assert not result.estimate.servers[0].fits and not result.fits
+    assert plan(served(), gpu="h100", teacher_gpus=2, **PROMPTS).estimate.servers[0].fits
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout_gpus": 2}, r"--rollout-gpus 2: the recipe samples in the training process"),
+        ({"teacher_gpus": 3}, r"--teacher-gpus 3: the recipe names 2 addresses.*multiple of 2"),
+        ({"teacher_gpus": 0}, r"--teacher-gpus 0"),
+        ({"teacher_gpus": 32}, r"at most 8"),
+        ({"teacher_gpus": 2, "gpu": "cpu"}, r"with --gpu cpu: servers are planned on GPUs"),
+    ],
+)
+def test_servers_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(served(), **{"gpu": "h200", **options}, **PROMPTS)
+    with pytest.raises(PlanError, match=r"--teacher-gpus 2: the recipe has 0 models"):
+        plan(make_recipe(), teacher_gpus=2, **PROMPTS)
+
+
+def test_a_split_that_training_refuses_today_says_so() -> None:
+    result = plan(served(max_staleness=1), num_gpus=8, rollout_gpus=4, **PROMPTS)
+    assert any(note.startswith("refused today with 8 processes: rollout.server") for note in
+               result.notes)  # fmt: skip
+    assert not any("refused" in note for note in plan(served(), num_gpus=8, **PROMPTS).notes)
+
+
 # ── what does not fit ────────────────────────────────────────────────────────────────────────────
 
 
@@ -236,9 +328,10 @@ def test_each_change_is_computed() -> None:
     assert change.step_seconds == estimate(checkpointed).step_seconds
     assert set(changes) >= {
         "train.optimizer_offload=true", "teacher.dtype=int8", "teacher.dtype=nf4",
-        "student.lora.rank=32", "--gpus 4",
+        "student.lora.rank=32", "--gpus 32",
     }  # fmt: skip
-    assert changes["--gpus 4"].fits
+    # Shards become smaller; the teacher, the sampler and a pass's activations do not.
+    assert changes["--gpus 32"].fits and "--gpus 4" not in changes
     together = [change for change in changes.values() if " " in change.setting and change.fits]
     assert any("lora" in c.setting or "checkpointing" in c.setting for c in together)
 

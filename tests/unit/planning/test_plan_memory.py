@@ -88,12 +88,29 @@ def test_settings_take_away_what_they_say() -> None:
     assert ratio == 7 / 2
 
 
-def test_states_are_divided_among_gpus_and_activations_are_not() -> None:
+def test_states_are_divided_among_ranks_that_have_a_sampler_and_teacher_each() -> None:
+    """docs/distributed.md has the same table."""
     whole, shards = (parts_of(replace(make_work(), num_gpus=n), "update") for n in (1, 4))
-    for name in ("student weights", "AdamW moments", "gradients", "teacher weights", "targets"):
+    for name in ("student weights", "AdamW moments", "targets"):
         assert shards[name] == whole[name] / 4
-    assert shards["activations"] == whole["activations"]
-    assert shards["gathered layers"] > 0 and "gathered layers" not in whole
+    for name in ("activations", "teacher weights"):
+        assert shards[name] == whole[name]
+    assert shards["sampler"] == 2 * P and "sampler" not in whole
+    head = PRESETS["qwen3-1.7b"].num_head_parameters
+    assert shards["gradients"] == P + 4 * head, "the head's is whole"
+    layer = PRESETS["qwen3-1.7b"].num_linear_parameters / 28
+    assert shards["gathered layers"] == (4 + 2) * (2 * layer + head)
+    assert "gathered layers" not in whole and "bf16 weights" not in shards
+
+
+def test_ranks_sample_rows_of_their_own() -> None:
+    single, sharded = (parts_of(replace(make_work(), num_gpus=n), "rollout") for n in (1, 4))
+    assert sharded["KV cache"] == single["KV cache"] / 4
+    assert "bf16 weights" not in sharded, "the sampler has no other dtype"
+    adapted = parts_of(replace(make_work(student__lora={"rank": 16}), num_gpus=4), "update")
+    adapter = PRESETS["qwen3-1.7b"].num_lora_parameters(16, "all-linear")
+    assert adapted["student weights"] == (2 * P + 4 * adapter) / 4
+    assert adapted["sampler"] == 2 * P + 4 * adapter
 
 
 def test_frozen_and_moving_average_teachers_take_a_copy() -> None:

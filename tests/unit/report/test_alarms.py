@@ -12,6 +12,7 @@ from courtside.report.alarms import (
     check_nothing_trained,
     check_unheeded_hints,
 )
+from courtside.report.console import RunConsole
 from courtside.types import Hint, HintOutcome
 
 
@@ -113,7 +114,7 @@ class FolderInMemory:
         self.recorded.append(alarm)
 
 
-class Lines:
+class Lines(RunConsole):
     def __init__(self) -> None:
         self.lines: list[str] = []
 

@@ -31,9 +31,9 @@ from courtside.errors import ServerError
 from courtside.recipe.endpoint import read_api_key
 from courtside.recipe.server import ServerConfig
 from courtside.sanitize import to_one_line, truncate
+from courtside.tls import explain_tls_failure, make_tls_context
 
 Answer = TypeVar("Answer")
-logger = logging.getLogger("courtside")
 
 CONNECT_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0
@@ -43,6 +43,7 @@ SLOWER = "another server answered the same request first, after a multiple of wh
 MAX_EXCERPT = 300
 GO_ON = "Then start the same command again: a run goes on from its last checkpoint"
 BUSY = (408, 425, 429)
+LOGGER = logging.getLogger("courtside.servers")
 
 
 class BadAnswerError(Exception):
@@ -113,15 +114,15 @@ class ReplicaPool:
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         self._client = httpx.AsyncClient(
             headers=headers,
-            # Certificates are read, which takes a while, where there are any to check.
-            verify=any(url.startswith("https:") for url in config.urls),
+            verify=make_tls_context(config.urls),
             timeout=httpx.Timeout(config.timeout, connect=CONNECT_SECONDS, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
         self._loop = asyncio.new_event_loop()
         self.hedges = HedgeTimer(hedge_after=config.hedge_after)
         self.replicas = [
-            Replica(url, asyncio.Semaphore(config.max_concurrency)) for url in config.urls
+            Replica(server=field, url=url, slots=asyncio.Semaphore(config.max_concurrency))
+            for url in config.urls
         ]
         self._lock = ClosingLock()
         self._names = (f"courtside-{uuid4().hex[:8]}-{n}" for n in itertools.count())
@@ -215,6 +216,11 @@ class ReplicaPool:
                     # request would take their time.
                     continue
                 self.hedges.num_hedged += 1
+                replica.num_hedged += 1
+                LOGGER.info(
+                    "%s: no answer after %.1f s, so %s is asked, too", replica.url, seconds,
+                    other.url, extra={"event": "request_hedged", "server": self.field},
+                )  # fmt: skip
                 await other.slots.acquire()  # at once: it is idle
                 other.num_assigned += 1
                 replicas.append(other)
@@ -251,20 +257,24 @@ class ReplicaPool:
             answer = await self.send(replica, request)
         except UnavailableError as error:
             self.report_failure(replica, str(error), error.wait)
+            replica.num_failed += 1
             raise AttemptError(f"{replica.url}: {error}") from None
         except (RefusedError, StaleReplicaError) as error:
             if not self.recover(replica, error):
                 raise
+            replica.num_failed += 1
             raise AttemptError(f"{replica.url}: {error}") from None
         if replica.report_answer():
-            logger.warning("%s: %s answers again", self.field, replica.url)
-        self.hedges.add_answer(request.kind, asyncio.get_running_loop().time() - start)
+            LOGGER.warning("%s: %s answers again", self.field, replica.url)
+        seconds = asyncio.get_running_loop().time() - start
+        replica.answer_seconds += seconds
+        self.hedges.add_answer(request.kind, seconds)
         return answer
 
     def report_failure(self, replica: Replica, reason: str, wait: float | None = None) -> None:
         """Others take its work for a while; the first failure in a row is logged."""
         if replica.report_failure(self.first_wait, wait):
-            logger.warning("%s: %s is left alone for a while: %s", self.field, replica.url, reason)
+            LOGGER.warning("%s: %s is left alone for a while: %s", self.field, replica.url, reason)
 
     async def _acquire(self, key: str | None) -> Replica:
         while True:
@@ -299,6 +309,14 @@ class ReplicaPool:
     async def send(self, replica: Replica, request: Request[Answer]) -> Answer:
         """Once; raises `UnavailableError`."""
         name = next(self._names)
+        try:
+            return await self._send_as(name, replica, request)
+        except (UnavailableError, StaleReplicaError) as error:
+            fields = {"server": self.field, "url": replica.url, "request_id": name}
+            LOGGER.info("%s: %s", replica.url, error, extra={"event": "request_failed", **fields})
+            raise
+
+    async def _send_as(self, name: str, replica: Replica, request: Request[Answer]) -> Answer:
         headers = {"X-Request-Id": name}
         if request.key is not None:
             headers["X-Session-ID"] = request.key  # for a router in front of the servers
@@ -312,6 +330,8 @@ class ReplicaPool:
             else:
                 response = await self._client.post(url, json=request.body, **options)
         except httpx.TransportError as error:
+            if (explanation := explain_tls_failure(error)) is not None:
+                raise ServerError(f"{self.field}.urls: {replica.url}: {explanation}") from None
             reason = f"{type(error).__name__} {error}".strip()
             raise UnavailableError(f"{reason} ({name})") from None
         status = response.status_code

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from courtside.progress import ReplicaCounts
+
 LONGEST_WAIT = 60.0
 """Seconds between two tries, whatever the server asks for."""
 IMBALANCE = 1.25
@@ -15,24 +17,14 @@ IMBALANCE = 1.25
 prompts it has cached."""
 
 
-@dataclass(eq=False)
-class Replica:
-    url: str
+@dataclass(eq=False, kw_only=True)
+class Replica(ReplicaCounts):
     slots: asyncio.Semaphore
     """One for each request that may be under way."""
-    num_assigned: int = 0
-    """Requests that wait for it or are under way."""
-    num_answered: int = 0
     num_failures: int = 0
     """In a row."""
-    blocked_until: float = 0.0
-    """By the monotonic clock; it gets no request before."""
     loaded: set[str] = field(default_factory=set)
     """Adapters that this replica has, as far as we know."""
-
-    @property
-    def is_blocked(self) -> bool:
-        return time.monotonic() < self.blocked_until
 
     def report_failure(self, first_wait: float, wait: float | None) -> bool:
         """`wait`: seconds that the server asked for. Requests that fail together count once.
