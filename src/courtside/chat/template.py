@@ -24,7 +24,7 @@ from courtside.chat.messages import (
     split_response_prefix,
     unused_noncharacters,
 )
-from courtside.chat.template_variables import check_args, check_date, make_clock, writes_date
+from courtside.chat.template_variables import check_args, check_date, set_clock, writes_date
 from courtside.chat.thinking import begins_with_thoughts
 from courtside.errors import ModelError
 from courtside.interrupts import time_limit
@@ -91,7 +91,7 @@ class ChatTemplate:
             check_args(tokenizer, args, name=name, field=field)
         if day is not None and field == "student":
             check_date(tokenizer, day, name=name, field=field)
-        self._variables = {**args, "strftime_now": make_clock(day)}
+        self._args, self._day = dict(args), day
         self._has_fixed_date = day is not None
         added = {id: t for id, t in tokenizer.added_tokens_decoder.items() if t.special}
         self.special_ids = frozenset(added) | frozenset(tokenizer.all_special_ids)
@@ -246,13 +246,14 @@ class ChatTemplate:
 
     def _apply_as_is(self, trees: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
         options = {} if tools is None else {"tools": tools}
+        set_clock(self.tokenizer, self._day)
         return str(
             self.tokenizer.apply_chat_template(
                 trees,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **options,
-                **self._variables,
+                **self._args,
             )
         )
 
