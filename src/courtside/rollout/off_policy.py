@@ -87,10 +87,11 @@ class DatasetCompletions:
             zip(answers, preferences, strict=True)
         ):
             ids = self.template.completion_ids(task.messages, text, thoughts)
+            turn_text = self.template.text(ids) if thoughts else text
             yield make_trajectory(
                 task,
                 self.template.prompt_ids(task.messages),
-                Sample(token_ids=ids, logp=(), stop="dataset", text=text),
+                Sample(token_ids=ids, logp=(), stop="dataset", text=turn_text),
                 id=trajectory_id(step, index, number),
                 source="dataset",
                 policy_version=None,

@@ -13,6 +13,7 @@ from courtside.chat.api_messages import parse_messages
 from courtside.chat.chat_log_rendering import trajectory_from_chat_log
 from courtside.chat.messages import join_thoughts
 from courtside.errors import ModelError, TaskError
+from courtside.rollout.off_policy import DatasetCompletions
 from courtside.tasks.layouts import read_texts
 from courtside.tasks.parsing import read_jsonl_tasks
 from courtside.types import Message, Task, Trajectory
@@ -184,3 +185,19 @@ def test_tasks_that_differ_by_thoughts_alone_are_two(tmp_path: Path) -> None:
     tasks = read_jsonl_tasks(tmp_path / "tasks.jsonl")
     assert [task.completion_thoughts for task in tasks] == ["Hm.", "So.", ""]
     assert len({task.id for task in tasks}) == 3
+
+
+def test_they_train_with_the_answers_of_a_pair(tmp_path: Path) -> None:
+    other = {**THINKS, "reasoning_content": "No."}
+    line = {"prompt": "Is it?", "chosen": [THINKS], "rejected": [other]}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(line))
+    renderer = family_template("qwen3").renderer
+    rollout = DatasetCompletions(template=renderer, grade=lambda task, text: None, temperature=1.0)
+    (task,) = read_jsonl_tasks(tmp_path / "tasks.jsonl")
+    for trajectory, thoughts in zip(rollout({0: task}, 0), ("Hm.", "No."), strict=True):
+        _, answer = trajectory.turns
+        text = f"<think>\n{thoughts}\n</think>\n\nIt is."
+        assert renderer.tokenizer.decode(answer.token_ids) == f"{text}<|im_end|>"
+        assert answer.text == text and all(answer.completion_mask)
+    longest = renderer.count_prompt_tokens(task, with_completions=True)
+    assert longest == len(trajectory.token_ids)
