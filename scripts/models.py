@@ -35,6 +35,8 @@ MAX_SECONDS = 240
 MAX_BYTES = 6 * 2**30
 NUM_PROCESSES = 2
 BAD = ("WRONG", "traceback", "crash")
+PATHS = ("passes", "sampling", "hints")
+"""In the order of the table's header."""
 
 
 def main() -> int:
@@ -176,7 +178,7 @@ def render(results: Mapping[str, Any]) -> Iterator[str]:
         cells = [
             f"`{row['name']}`",
             row["status"],
-            "; ".join(row.get("paths", {}).values()),
+            "; ".join(row["paths"][name] for name in PATHS if name in row.get("paths", {})),
             f"{max(errors.values()):.0e}" if errors else "",
             "" if gradient is None else f"{gradient:.0e}",
             " · ".join(f"{name}: {why}" for name, why in row.get("problems", {}).items()),

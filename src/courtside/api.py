@@ -199,15 +199,23 @@ def export(
     *,
     step: int | None = None,
     adapter: bool = False,
+    base: bool = False,
     dtype: ExportDtype = "float32",
     push: str | None = None,
 ) -> Path:
     """Write a checkpoint as a model folder for `vllm serve` or `from_pretrained`, with a card.
 
-    `adapter`: only the LoRA adapter, not the merged weights. `dtype`: of the merged weights.
+    `adapter`: only the LoRA adapter, not the merged weights. `base`: only the frozen base of a run
+    that held it in 4 bits, dequantized, for its adapters. `dtype`: of the merged weights or base.
     `push`: a repository of the hub, to upload the folder to.
     """
-    from courtside.artifacts.export import ExportDtype, refuse_adapter, write_export
+    from courtside.artifacts.export import (
+        ExportDtype,
+        refuse_adapter,
+        refuse_base,
+        write_base,
+        write_export,
+    )
     from courtside.artifacts.hub import open_hub, push_folder
     from courtside.report.folder.folder import RunFolder
 
@@ -220,10 +228,20 @@ def export(
         raise UserError(f"export: push = {push!r}; give a repository of the hub, as 'owner/name'")
     folder = RunFolder.read(run)
     config = folder.recipe().student
+    if base and (adapter or step is not None):
+        other = "--adapter" if adapter else "--step"
+        raise UserError(
+            f"--base: no step changed the base, and it has no adapter. Leave {other} out"
+        )
+    if base:
+        refuse_base(config)
     if adapter:
         refuse_adapter(config, dtype=dtype)
     hub = None if push is None else open_hub(push, config if adapter else None)
-    write_export(folder, _find_checkpoint(run, step), to, adapter=adapter, dtype=dtype)
+    if base:
+        write_base(folder, to, dtype=dtype)
+    else:
+        write_export(folder, _find_checkpoint(run, step), to, adapter=adapter, dtype=dtype)
     if push is not None:
         push_folder(hub, to, push)
     return to
@@ -247,8 +265,11 @@ def export_corrections(
     return write_corrections(RunFolder.read(run), to, format=format)
 
 
-def serving_command(run: str | Path, exported: str | Path) -> str | None:
-    """The command that serves an export of a run with vLLM; None: vLLM cannot serve it."""
+def serving_command(
+    run: str | Path, exported: str | Path, *, base: str | Path | None = None
+) -> str | None:
+    """The command that serves an export of a run with vLLM; None: vLLM cannot serve it. `base`: of
+    an adapter, a folder in place of the run's `student.model`."""
     from courtside.artifacts.serving import exact_base, vllm_command
     from courtside.report.folder.folder import RunFolder
 
@@ -257,7 +278,7 @@ def serving_command(run: str | Path, exported: str | Path) -> str | None:
     student = RunFolder.read(run).recipe().student
     return vllm_command(
         Path(exported),
-        exact_base(student.model),
+        exact_base(student.model) if base is None else str(base),
         str(exported),
         context_length=student.context_length,
     )

@@ -31,8 +31,8 @@ class Message:
     role: Role
     content: str
     extra: str = ""
-    """Other keys of a chat API's message (`tool_calls`, `tool_call_id`, `name`) as a JSON object,
-    which the chat template renders; empty: none."""
+    """Other keys of a chat API's message (`tool_calls`, `tool_call_id`, `name`,
+    `reasoning_content`) as a JSON object, which the chat template renders; empty: none."""
     tools: str = ""
     """On the first message of a prompt: the tool schemas that the chat template renders, as JSON;
     empty: none."""
@@ -72,6 +72,10 @@ class Task:
     """A text to imitate (off-policy distillation), without the response prefix."""
     rejected: str | None = None
     """The worse text of a preference pair; `completion` is the better one."""
+    completion_thoughts: str = ""
+    """What the model thinks before the completion, as the chat template renders it; empty: nothing,
+    or the completion begins with it."""
+    rejected_thoughts: str = ""
     privileged: Mapping[str, str] = field(default_factory=dict)
     """Named texts that only a teacher may see: a rule, a reference solution."""
     tags: tuple[str, ...] = ()
@@ -81,6 +85,15 @@ class Task:
     grader_args: Mapping[str, Any] = field(default_factory=dict)
     conversation: tuple[Mapping[str, Any], ...] = ()
     """Messages after the prompt of a recorded conversation, in the format of chat APIs."""
+
+    @property
+    def given_answers(self) -> tuple[tuple[str, str], ...]:
+        """Text and thoughts of the completion and of the rejected one, as far as there are any."""
+        answers = (
+            (self.completion, self.completion_thoughts),
+            (self.rejected, self.rejected_thoughts),
+        )
+        return tuple((text, thoughts) for text, thoughts in answers if text is not None)
 
 
 class VersionSpan(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from support.gradients import (
     score_batch,
     take_gradients,
 )
-from support.hybrids import make_hybrid, plain_logp
+from support.hybrids import KINDS, make_hybrid, plain_logp
 from support.small_runs import small_recipe, write_jsonl
 from support.textbook import naive_loss
 from support.tiny_model import tiny_tokenizer
@@ -127,3 +128,23 @@ def test_episodes_with_hints_agree_with_plain_passes(
     update = parts.student.step(0, scored)
     assert update.metrics["grad_norm"] > 0
     assert any(not torch.equal(p, before[n]) for n, p in parts.student.weights.trained.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_paths_without_kernels_ignore_boundaries(kind: str) -> None:
+    """Why passes are padded (docs/supported-models.md): two sequences in one row, with every
+    argument that transformers has for it, which 5.23 refuses. If this fails, packed passes can be
+    taken here."""
+    model = make_hybrid(kind).eval()
+    first, second = [3 + 7 * i % 200 for i in range(13)], [5 + 11 * i % 190 for i in range(21)]
+    lengths = torch.tensor([0, len(first), len(first) + len(second)], dtype=torch.int32)
+    with torch.no_grad(), suppress(ValueError):
+        packed_ND = model(
+            input_ids=torch.tensor([first + second]),
+            position_ids=torch.tensor([[*range(len(first)), *range(len(second))]]),
+            seq_idx=torch.tensor([[0] * len(first) + [1] * len(second)], dtype=torch.int32),
+            cu_seq_lens_q=lengths, cu_seq_lens_k=lengths,
+            max_length_q=len(second), max_length_k=len(second), use_cache=False,
+        ).logits[0]  # fmt: skip
+        plain_ND = model(input_ids=torch.tensor([second]), use_cache=False).logits[0]
+        assert float((packed_ND[len(first) :] - plain_ND).abs().max()) > 0.1

@@ -57,6 +57,8 @@ def test_the_page_has_the_table_of_the_json() -> None:
     results = json.loads(script.RESULTS.read_text("utf-8"))
     page = script.PAGE.read_text("utf-8")
     assert script.render_page(page, results) == page
+    assert "| passes; sampling; hints |" in page
+    assert "| `llama` | right | packed, prefixes shared; KV cache; tree |" in page
     assert {row["name"] for row in results["kinds"]} >= {*RIGHT, *REFUSED}
     assert not [row["name"] for row in results["kinds"] if row["status"] in script.BAD]
 

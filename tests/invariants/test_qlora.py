@@ -7,15 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
+from peft import PeftModel
 from support.small_runs import small_recipe
 from support.tiny_model import save_tiny
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
-from courtside.api import export, train
-from courtside.artifacts.weights import load_student, merge_student
+from courtside.api import export, serving_command, train
+from courtside.artifacts.weights import load_quantized_base
 from courtside.assemble import assemble
+from courtside.cli.app import app
 from courtside.engines.base import ScoreRequest
-from courtside.errors import RecipeError
+from courtside.errors import RecipeError, UserError
 from courtside.recipe.load import parse_recipe
+from courtside.report.folder.folder import RunFolder
+from courtside.run import restore
 from courtside.training import checkpoints
 from courtside.training.weights import StudentWeights
 
@@ -118,17 +126,92 @@ def test_the_gradient_is_that_of_transformers(folder: Path) -> None:
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-3)
 
 
-def test_an_export_is_the_adapter_on_the_base_of_the_files(folder: Path, tmp_path: Path) -> None:
-    run = train(recipe(folder), tmp_path / "run", quiet=True)
-    card = (export(run.path, tmp_path / "adapter", adapter=True) / "README.md").read_text()
-    assert "trained on the base in 4 bits (NF4" in card
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exports_have_the_weights_that_the_run_multiplied_with(
+    folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    """Merged, and as an adapter on an exported base; the files here are float32, so in bfloat16
+    the base is rounded before it is quantized."""
+    changed = recipe(folder)
+    student = changed.student.model_copy(update={"dtype": dtype})
+    run = train(changed.model_copy(update={"student": student}), tmp_path / "run", quiet=True)
+    exported = {
+        "merged": export(run.path, tmp_path / "merged"),
+        "adapter": export(run.path, tmp_path / "adapter", adapter=True),
+        "base": export(run.path, tmp_path / "base", base=True),
+    }
+    parts = assemble(run.recipe())
     checkpoint = checkpoints.latest(run.checkpoints)
     assert checkpoint is not None
-    trained = checkpoints.load(checkpoint).tensors["weights"]
-    student = load_student(recipe(folder).student, trained)
-    assert type(student.model.model.layers[0].mlp.up_proj.base_layer) is torch.nn.Linear
-    merged = merge_student(student, torch.float32)
-    assert not any("lora" in name for name, _ in merged.named_parameters())
+    restore(parts, checkpoints.load(checkpoint))
+    trained = parts.student.weights.model
+    base = AutoModelForCausalLM.from_pretrained(exported["base"])
+    assert type(base.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    num_equal = 0
+    for name, module in trained.named_modules():
+        if isinstance(module, Linear4bit):
+            held = dequantize_4bit(module.weight.data, module.weight.quant_state).float()
+            assert torch.equal(base.get_parameter(name.replace(".base_layer", ".weight")), held)
+            num_equal += 1
+    assert num_equal == 7 * len(base.model.layers)
+    # Quantized again, it is itself: also as the model of another run.
+    from_export = student.model_copy(update={"model": str(exported["base"])})
+    for name, parameter in load_quantized_base(from_export).named_parameters():
+        assert torch.equal(parameter, base.get_parameter(name)), name
+    ids = tuple(range(3, 40))
+    merged = AutoModelForCausalLM.from_pretrained(exported["merged"]).eval()
+    adapted = PeftModel.from_pretrained(base, exported["adapter"]).eval()
+    files = AutoModelForCausalLM.from_pretrained(folder)
+    on_files = PeftModel.from_pretrained(files, exported["adapter"]).eval()
+    with torch.no_grad():
+        run_logps, *export_logps = (
+            plain_logps(m, ids) for m in (trained, merged, adapted, on_files)
+        )
+    assert float((export_logps[0] - export_logps[1]).abs().max()) < ATOL
+    assert float((export_logps[0] - export_logps[2]).abs().max()) > 0.05, (
+        "the base was not quantized"
+    )
+    difference_T = (export_logps[0] - run_logps).abs()
+    if dtype == "float32":
+        assert float(difference_T.max()) < ATOL
+    else:  # the run's matmuls round, too
+        assert float(difference_T.median()) < 0.1
+
+
+def test_cards_and_the_command_say_what_an_adapter_belongs_on(folder: Path, tmp_path: Path) -> None:
+    run = train(recipe(folder), tmp_path / "run", quiet=True)
+    cards = [
+        (export(run.path, tmp_path / name, **part) / "README.md").read_text()
+        for name, part in (("a", {"adapter": True}), ("b", {"base": True}), ("m", {}))
+    ]
+    assert "On the base as its files have it, log-probs differ" in cards[0]
+    assert "Nothing in it was trained. Adapters of that run have on it the log-probs" in cards[1]
+    assert "These weights are that base, dequantized, with the adapter merged." in cards[2]
+    command = serving_command(run.path, tmp_path / "a", base=tmp_path / "b")
+    assert command is not None and command.startswith(f"vllm serve {tmp_path / 'b'} --enable-lora")
+    result = CliRunner().invoke(app, ["export", str(run.path), str(tmp_path / "c"), "--adapter"])
+    assert f"`courtside export {run.path} FOLDER --base`" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("lora", "options", "message"),
+    [
+        ({"rank": 2, "base_dtype": "nf4"}, {"adapter": True}, "Leave --adapter out"),
+        ({"rank": 2, "base_dtype": "nf4"}, {"step": 1}, "Leave --step out"),
+        ({"rank": 2}, {}, "its adapter belongs on those. Leave --base out"),
+        (None, {}, "trained all weights and has no base"),
+    ],
+)
+def test_bases_that_are_not_exported(
+    folder: Path, tmp_path: Path, lora: Any, options: Any, message: str
+) -> None:
+    student = {"model": str(folder), **({"lora": lora} if lora else {})}
+    changed = small_recipe(folder, student=student, teacher={"kind": "self", "weights": "frozen"})
+    with RunFolder.open(tmp_path / "run", changed):
+        pass
+    with pytest.raises(UserError, match=message):
+        export(tmp_path / "run", tmp_path / "base", base=True, **options)
+    assert not (tmp_path / "base").exists()
 
 
 @pytest.mark.parametrize("field", ["adapter", "average_with"])

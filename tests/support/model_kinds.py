@@ -185,7 +185,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
                              "ffn_dim": 48, "vocab_size": 258}},
     "mvp": SEQ2SEQ,
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1,
-                   "chunk_size": 8, "num_hidden_layers": 4,
+                   "chunk_size": 8, "num_hidden_layers": 4, "sliding_window": None,
                    "layers_block_type": ["mamba", "attention", "mamba", "moe"]},
     "olmo_hybrid": {"linear_num_value_heads": 4, "linear_num_key_heads": 4,
                     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4},
@@ -234,7 +234,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_d_state": 8,
                "num_hidden_layers": 4,
                "head_dim": UNSET, "n_mamba_heads": 8, "chunk_size": 8, "adapter_rank": 4},
-    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "sliding_window": None},
 }  # fmt: skip
 
 
@@ -260,6 +260,7 @@ VARIANTS = tuple(
         ("llama", "longrope", {"rope_parameters": LONGROPE}),
         ("llama", "eager attention", {"attn_implementation": "eager"}),
         ("gpt_oss", "full attention", {"layer_types": ["full_attention"] * 2}),
+        ("minimax", "no window", {"sliding_window": None}),
         ("mistral", "no window", {"sliding_window": None}),
         ("mixtral", "no window", {"sliding_window": None}),
         ("phi3", "longrope", {"rope_parameters": LONGROPE, "sliding_window": None,
@@ -273,6 +274,7 @@ VARIANTS = tuple(
         ("qwen2", "windows", MIXED_WINDOWS),
         ("qwen3", "windows", MIXED_WINDOWS),
         ("xlm", "bidirectional", {"causal": False}),
+        ("zaya", "windows", {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 8}),
     )
 )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""A LoRA run and a full run of the embedded model, exported, and our own log-probs of them."""
+"""A LoRA run, one on a base in 4 bits and a full run of the embedded model, exported, and our own
+log-probs of them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Export:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exports:
     by_name: Mapping[str, Export]
-    """merged, adapter, full"""
+    """merged, adapter, full, quantized (an adapter, trained on 4 bits)"""
+    quantized_base: Path
     prompts: tuple[tuple[int, ...], ...]
     base_logps: tuple[tuple[float, ...], ...]
     """Before training."""
@@ -52,8 +54,9 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
     folder = tmp_path_factory.mktemp("exports")
     tokenizer = load_tokenizer("smollm2-135m")
     prompts = tuple(tuple(tokenizer(text)["input_ids"]) for text in TEXTS)
-    lora, full = folder / "lora-run", folder / "full-run"
+    lora, full, quantized = (folder / f"{name}-run" for name in ("lora", "full", "quantized"))
     lora_logps = _train(lora, {"rank": 8}, prompts)
+    quantized_logps = _train(quantized, {"rank": 8, "base_dtype": "nf4"}, prompts)
     full_logps = _train(full, None, prompts)
     model = load_model("smollm2-135m", dtype=torch.float32, device=torch.device("cpu"))
     return Exports(
@@ -63,7 +66,13 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
                 run=lora, folder=export(lora, folder / "adapter", adapter=True), logps=lora_logps
             ),
             "full": Export(run=full, folder=export(full, folder / "full"), logps=full_logps),
+            "quantized": Export(
+                run=quantized,
+                folder=export(quantized, folder / "quantized", adapter=True),
+                logps=quantized_logps,
+            ),
         },
+        quantized_base=export(quantized, folder / "quantized-base", base=True),
         prompts=prompts,
         base_logps=score(LocalEngine(model, tokenizer, name="smollm2-135m"), prompts),
     )

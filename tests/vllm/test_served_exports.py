@@ -65,3 +65,19 @@ def test_an_adapter_at_the_start_and_at_run_time(exports, adapter_server):
     assert distance(exported.logps, later) < ROUNDING
     assert distance(exports.base_logps, base) < ROUNDING
     assert distance(base, at_start) > 0.05, "the adapter does nothing"
+
+
+def test_an_adapter_that_was_trained_on_4_bits(exports, adapter_server, tmp_path):
+    """On the exported base it is the student of the run; on the files' base it is another model."""
+    exported = exports.by_name["quantized"]
+    command = serving_command(exported.run, exported.folder, base=exports.quantized_base)
+    with run_vllm(command, tmp_path / "log") as server:
+        served = server.prompt_logps("quantized", exports.prompts)
+        base = server.prompt_logps(str(exports.quantized_base), exports.prompts)
+    assert distance(exported.logps, served) < ROUNDING
+    assert distance(base, served) > 0.05, "the adapter does nothing"
+    adapter_server.post("/v1/load_lora_adapter",
+                        {"lora_name": "quantized", "lora_path": str(exported.folder)})  # fmt: skip
+    on_files = adapter_server.prompt_logps("quantized", exports.prompts)
+    adapter_server.post("/v1/unload_lora_adapter", {"lora_name": "quantized"})
+    assert distance(exported.logps, on_files) > 0.05, "4 bits cost nothing"

@@ -12,9 +12,14 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 
-from courtside.artifacts.model_card import write_model_card
+from courtside.artifacts.model_card import write_base_card, write_model_card
 from courtside.artifacts.serving import public_name, vllm_command
-from courtside.artifacts.weights import load_student, make_adapter, merge_student
+from courtside.artifacts.weights import (
+    load_quantized_base,
+    load_student,
+    make_adapter,
+    merge_student,
+)
 from courtside.engines.builtin_model import open_permissions
 from courtside.engines.loading import load_tokenizer, read_config
 from courtside.engines.portability import make_portable
@@ -40,9 +45,7 @@ def write_export(
             _save_adapter(make_adapter(config, weights), work, base)
         else:
             merge_student(weights, getattr(torch, dtype)).save_pretrained(work)
-        tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-        tokenizer.save_pretrained(work)
-        make_portable(work, read_config(config.model))
+        _save_tokenizer(config, work)
         display_base = public_name(config.model) or Path(config.model).name
         card = write_model_card(
             run,
@@ -58,6 +61,35 @@ def write_export(
             ),
         )
         (work / "README.md").write_text(card, "utf-8", errors="backslashreplace")
+
+
+def write_base(run: RunFolder, to: Path, *, dtype: ExportDtype) -> None:
+    """The frozen base of a run that held it in 4 bits, as other programs load it: adapters of that
+    run have on it the log-probs that they have in the run."""
+    config = run.recipe().student
+    with _fill_folder(to) as work:
+        load_quantized_base(config).to(getattr(torch, dtype)).save_pretrained(work)
+        _save_tokenizer(config, work)
+        card = write_base_card(run, name=to.resolve().name, dtype=dtype)
+        (work / "README.md").write_text(card, "utf-8", errors="backslashreplace")
+
+
+def _save_tokenizer(config: StudentConfig, folder: Path) -> None:
+    """And what older programs read in the folder's JSON files."""
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    tokenizer.save_pretrained(folder)
+    make_portable(folder, read_config(config.model))
+
+
+def refuse_base(config: StudentConfig) -> None:
+    """Why this run has no base but `student.model`."""
+    if config.lora is None:
+        raise UserError("--base: this run trained all weights and has no base. Leave it out")
+    if not config.lora.in_4_bits:
+        raise UserError(
+            "--base: this run held its base as the files of student.model have it, and its adapter "
+            "belongs on those. Leave --base out; it is for student.lora.base_dtype = 'nf4'"
+        )
 
 
 def refuse_adapter(config: StudentConfig, *, dtype: ExportDtype) -> None:

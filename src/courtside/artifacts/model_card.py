@@ -41,6 +41,31 @@ def write_model_card(
     return "\n\n".join(sections) + "\n"
 
 
+def write_base_card(run: RunFolder, *, name: str, dtype: str) -> str:
+    """Of the dequantized base of a run with an adapter on 4 bits."""
+    recipe = run.recipe()
+    base = public_name(recipe.student.model)
+    base_name = base or PurePath(recipe.student.model).name
+    front = ["---", *([f"base_model: {base}"] if base else []), "library_name: transformers",
+             "pipeline_tag: text-generation", "tags:", "- courtside", "---"]  # fmt: skip
+    return (
+        "\n\n".join(
+            [
+                "\n".join(front),
+                f"# {name}",
+                f"{base_name} as a run of courtside held it under its adapter: linear layers "
+                "but the output head were quantized to 4 bits (NF4, bitsandbytes) and are "
+                "dequantized here. Nothing in it was trained. Adapters of that run have on it "
+                "the log-probs that they have in the run.",
+                f"The weights are stored in {dtype}.",
+                "The license of the base model applies.",
+                _describe_versions(run.environment()),
+            ]
+        )
+        + "\n"
+    )
+
+
 def _front_matter(recipe: Recipe, adapter: bool) -> str:
     lines = ["---"]
     base = public_name(recipe.student.model)
@@ -128,15 +153,15 @@ def _describe_use(recipe: Recipe, *, adapter: bool, dtype: str, command: str | N
         parts.append("The adapter is stored in float32, for the base model as its files have it.")
     else:
         parts.append(f"The weights are stored in {dtype}.")
-    if recipe.student.lora is not None and recipe.student.lora.base_dtype == "nf4":
+    if recipe.student.lora is not None and recipe.student.lora.in_4_bits:
         parts.append(
             "The adapter was trained on the base in 4 bits (NF4, bitsandbytes). "
             + (
-                "Load the base so for the log-probs of the run; on the base as its files have it "
+                "On the base as its files have it, log-probs differ by the error of that "
+                "quantization; on `courtside export RUN FOLDER --base` they are those of the run."
                 if adapter
-                else "These weights are the base as its files have it with the adapter: "
+                else "These weights are that base, dequantized, with the adapter merged."
             )
-            + "log-probs differ by the error of that quantization."
         )
     if switches := recipe.student.chat_template_args:
         parts.append(

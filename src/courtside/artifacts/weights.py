@@ -1,7 +1,8 @@
 """The exported model of a checkpoint: merged weights, or a LoRA adapter for the base model.
 
 Both start from the base model's files in float32, whatever dtype the run multiplied in: the merged
-weights are then those of the adapter on the base, up to float32 rounding.
+weights are then those of the adapter on the base, up to float32 rounding. A base that the run held
+in 4 bits is quantized and dequantized again: its weights are those that the adapter was trained on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from courtside.engines.loading import load_adapter, load_model, merge_adapter
+from courtside.engines.precision import resolve_dtype
 from courtside.errors import UserError
 from courtside.recipe.student import StudentConfig
 from courtside.training.weights import StudentWeights
@@ -21,15 +23,32 @@ from courtside.training.weights import StudentWeights
 
 def load_student(config: StudentConfig, trained: Mapping[str, Tensor]) -> StudentWeights:
     """The student on the CPU in float32, with the trained weights of a checkpoint."""
-    lora = None if config.lora is None else config.lora.model_copy(update={"base_dtype": "auto"})
-    changes = {"dtype": "float32", "device": "cpu", "lora": lora}
-    weights = StudentWeights(config.model_copy(update=changes), seed=0)
+    changes = {"dtype": find_base_dtype(config), "device": "cpu"}
+    weights = StudentWeights(config.model_copy(update=changes), seed=0, dequantizes=True)
+    weights.model.float()
     parameters = weights.trained
     assert parameters.keys() == trained.keys(), "the run's recipe decides the names"
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(trained[name])
     return weights
+
+
+def load_quantized_base(config: StudentConfig) -> Any:
+    """The frozen base of a run that held it in 4 bits, dequantized, in float32."""
+    changes = {"dtype": find_base_dtype(config), "device": "cpu"}
+    weights = StudentWeights(config.model_copy(update=changes), seed=0, dequantizes=True)
+    return weights.adapter.unload().float()
+
+
+def find_base_dtype(config: StudentConfig) -> str:
+    """Of the base while it is loaded. In 4 bits it depends on it: weights are rounded to the dtype
+    of the matmuls before they are quantized, and after they are dequantized."""
+    if config.lora is None or not config.lora.in_4_bits:
+        return "float32"
+    has_gpu = config.device == "auto" and torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu or config.device == "cuda" else "cpu")
+    return str(resolve_dtype(config.dtype, device)).removeprefix("torch.")
 
 
 def merge_student(weights: StudentWeights, dtype: torch.dtype) -> Any:

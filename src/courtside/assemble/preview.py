@@ -110,11 +110,14 @@ def _preview_prompt(recipe: Recipe, inputs: Inputs, task: Task) -> Iterator[Prev
         yield _sequence("student: recorded turns", about, template, recorded.token_ids, trains=mask)
         return
     prompt = template.prompt_ids(task.messages)
-    answers = (("completion", task.completion), ("rejected", task.rejected))
+    answers = (
+        ("completion", task.completion, task.completion_thoughts),
+        ("rejected", task.rejected, task.rejected_thoughts),
+    )
     if recipe.trains_on_data:
-        for name, text in answers:
+        for name, text, thoughts in answers:
             if text is not None:
-                ids = template.completion_ids(task.messages, text)
+                ids = template.completion_ids(task.messages, text, thoughts)
                 mask = [False] * len(prompt) + [True] * len(ids)
                 about, title = f"{where}, with its {name}", f"student: prompt and {name}"
                 yield _sequence(title, about, template, prompt + ids, trains=mask)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from courtside.chat.thinking import begins_with_thoughts
 from courtside.errors import TaskError
 from courtside.types import Message, Role
 
@@ -35,6 +36,7 @@ SHAREGPT_ROLES: Mapping[str, Role] = {
 }
 KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "weight")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Of thoughts apart from the content; kept as the first."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -57,11 +59,7 @@ def parse_message(message: Any, where: str) -> Message:
             f"{where}.function_call is the format before tool_calls; write it as "
             'tool_calls = [{"function": {"name": …, "arguments": …}}]'
         )
-    if thoughts := [key for key in THOUGHT_KEYS if fields.get(key)]:
-        raise TaskError(
-            f"{where}.{thoughts[0]}: thoughts have no key of their own. Put them at the beginning "
-            "of `content` as the model writes them (<think>…</think>), or remove the key"
-        )
+    thoughts = _parse_thoughts(fields, where)
     fields = {name: value for name, value in fields.items() if name not in THOUGHT_KEYS}
     if unknown := sorted(fields.keys() - set(KEYS)):
         raise TaskError(f"{where}: unknown key {unknown[0]!r}; a message has {', '.join(KEYS)}")
@@ -86,7 +84,33 @@ def parse_message(message: Any, where: str) -> Message:
     if calls:
         extra["tool_calls"] = calls
     content = parse_content(fields.get("content", ""), f"{where}.content")
+    if thoughts:
+        if role != "assistant":
+            raise TaskError(
+                f"{where}: thoughts in a {role!r} message. Only assistants think: remove the key"
+            )
+        if begins_with_thoughts(content):
+            raise TaskError(
+                f"{where}: thoughts at the beginning of `content` and in a key of their own. Keep "
+                "one of the two"
+            )
+        extra[THOUGHT_KEYS[0]] = thoughts
     return Message(role=role, content=content, extra=_encode(extra) if extra else "")
+
+
+def _parse_thoughts(fields: Mapping[str, Any], where: str) -> str:
+    """Empty: none are given apart."""
+    thoughts = {key: fields[key] for key in THOUGHT_KEYS if fields.get(key)}
+    for key, text in thoughts.items():
+        if not isinstance(text, str):
+            raise TaskError(
+                f"{where}.{key} must be a text, not {json.dumps(text, default=str)[:60]}. Write "
+                "the thoughts as the model has them, or remove the key"
+            )
+        _require_characters(text, f"{where}.{key}")
+    if len({*thoughts.values()}) > 1:
+        raise TaskError(f"{where}: {' and '.join(map(repr, thoughts))} differ; keep one of them")
+    return next(iter(thoughts.values()), "")
 
 
 def _parse_sharegpt(fields: Mapping[str, Any], where: str) -> Message:

@@ -14,7 +14,7 @@ from typing import Any
 from courtside.chat.answer_boundary import PROBE_PROMPT, common_prefix_length
 from courtside.chat.api_messages import parse_message
 from courtside.chat.incremental import IncrementalTemplate
-from courtside.chat.messages import unused_noncharacters
+from courtside.chat.messages import split_thoughts, unused_noncharacters
 from courtside.errors import ModelError, TaskError
 from courtside.types import Message, Sample, Task, Trajectory, Turn
 
@@ -117,7 +117,18 @@ def _render_answer(
             "(student.chat_template_args) where the template can"
         )
     ids = renderer.tokenize(rendered[len(header) :], cut)
+    end = renderer.boundary.find_end(ids)
+    if following and end is not None and not renderer.eos_ids & set(ids):
+        # History has another end (gpt-oss: <|end|>), at which the model would not stop.
+        ids = (*ids[: end - 1], renderer.tokenizer.eos_token_id)
     ids = renderer.boundary.end_answer(ids)
+    _, thoughts = split_thoughts(message)
+    if thoughts.strip() not in rendered.replace(cut, "")[len(header) :]:
+        raise ModelError(
+            f"{renderer.name}: its chat template leaves the thoughts of this message out"
+            f"{'' if last else ' when others follow'}, so they would be missing from what trains. "
+            "Remove its reasoning_content, or end the conversation with it"
+        )
     content = message.content.strip()
     if content not in rendered.replace(cut, "")[max(len(header) - len(content), 0) :]:
         raise ModelError(
@@ -156,15 +167,20 @@ def _check_whole_render(
     unanswered = rendered_turns[-1].role != "assistant"
     rendered = template.renderer.render(conversation, cut, add_generation_prompt=unanswered)
     whole_ids = template.renderer.tokenize(rendered, cut)
+    boundary = template.renderer.boundary
     # Thoughts that a generation prompt ends at once need not be in history.
-    empty = template.renderer.tokenize(template.renderer.boundary.empty_thoughts, cut)
+    empty = template.renderer.tokenize(boundary.empty_thoughts, cut)
     start = 0
     for turn, index in zip(rendered_turns, message_indices, strict=True):
         ids = turn.token_ids
         if turn.role != "assistant" and empty and ids[-len(empty) :] == empty:
             ids = ids if whole_ids[start : start + len(ids)] == ids else ids[: -len(empty)]
         num_same = common_prefix_length(ids, whole_ids[start:])
-        if num_same < len(ids):
+        after = whole_ids[start + num_same :]
+        # An answer ends where the model stops; history has another end, or none at its own.
+        num_open = len(ids) - (len(boundary.end_of_turn_ids) if not after else 1)
+        has_end = not after or boundary.find_end(after[:1]) is not None
+        if num_same < (num_open if turn.role == "assistant" and has_end else len(ids)):
             difference = template.describe_difference(ids, whole_ids[start:], num_same)
             raise TaskError(
                 f"{where}{index}: in the whole conversation {template.renderer.name}'s chat "

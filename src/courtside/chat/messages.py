@@ -32,6 +32,21 @@ def split_response_prefix(messages: Sequence[Message]) -> tuple[Sequence[Message
     return (request, last.content) if request and last.role == "assistant" else (messages, "")
 
 
+def split_thoughts(message: Message) -> tuple[Message, str]:
+    """The message without thoughts that are apart from its content, and these; empty: none."""
+    if "reasoning_content" not in message.extra:
+        return message, ""
+    extra = json.loads(message.extra)
+    thoughts = extra.pop("reasoning_content", "")
+    return replace(message, extra=json.dumps(extra, ensure_ascii=False) if extra else ""), thoughts
+
+
+def join_thoughts(text: str, thoughts: str) -> Message:
+    """An answer of the assistant."""
+    extra = json.dumps({"reasoning_content": thoughts}, ensure_ascii=False) if thoughts else ""
+    return Message(role="assistant", content=text, extra=extra)
+
+
 def message_tree(message: Message) -> dict[str, Any]:
     """The message in the format of chat APIs."""
     extra = json.loads(message.extra) if message.extra else {}

@@ -20,12 +20,13 @@ from jinja2 import TemplateError
 from courtside.chat.answer_boundary import AnswerBoundary
 from courtside.chat.messages import (
     NONCHARACTERS,
+    join_thoughts,
     message_tree,
     split_response_prefix,
     unused_noncharacters,
 )
-from courtside.chat.template_variables import check_args, check_date, make_clock, writes_date
-from courtside.chat.thinking import begins_with_thoughts
+from courtside.chat.template_variables import check_args, check_date, set_clock, writes_date
+from courtside.chat.thinking import begins_with_thoughts, name_thoughts
 from courtside.errors import ModelError
 from courtside.interrupts import time_limit
 from courtside.types import Message, Task
@@ -91,7 +92,7 @@ class ChatTemplate:
             check_args(tokenizer, args, name=name, field=field)
         if day is not None and field == "student":
             check_date(tokenizer, day, name=name, field=field)
-        self._variables = {**args, "strftime_now": make_clock(day)}
+        self._args, self._day = dict(args), day
         self._has_fixed_date = day is not None
         added = {id: t for id, t in tokenizer.added_tokens_decoder.items() if t.special}
         self.special_ids = frozenset(added) | frozenset(tokenizer.all_special_ids)
@@ -126,27 +127,35 @@ class ChatTemplate:
         self, task: Task, *, max_new_tokens: int = 0, with_completions: bool = False
     ) -> int:
         """Of the prompt, and of what a completion from data has beyond `max_new_tokens`."""
-        texts = (task.completion, task.rejected) if with_completions else ()
         sizes = [
-            len(self.completion_ids(task.messages, text)) for text in texts if text is not None
+            len(self.completion_ids(task.messages, *answer))
+            for answer in task.given_answers
+            if with_completions
         ]
         excess = max(0, max(sizes, default=0) - max_new_tokens)
         return len(self.prompt_ids(task.messages)) + excess
 
-    def completion_ids(self, messages: Sequence[Message], text: str) -> tuple[int, ...]:
+    def completion_ids(
+        self, messages: Sequence[Message], text: str, thoughts: str = ""
+    ) -> tuple[int, ...]:
         """Ids of a text from outside as the answer to `messages`, its EOS token included. After a
-        response prefix, those of the text alone."""
+        response prefix, those of the text alone. `thoughts` before the text, where they are apart
+        from it, are what the template makes of them."""
         request, response_prefix = split_response_prefix(messages)
-        conversation = (*request, Message(role="assistant", content=response_prefix + text))
+        conversation = (*request, join_thoughts(response_prefix + text, thoughts))
         cut = unused_noncharacters(conversation)[0]
         before = self.render(request, cut, add_generation_prompt=True)
         before += self._split_special(response_prefix, cut)
         rendered = self.render(conversation, cut, add_generation_prompt=False)
-        opening = find_opening(before, text)
+        opening = "" if thoughts else find_opening(before, text)
+        answer = rendered[len(before) :]
         if not (
             rendered.startswith(before)
-            and _holds(rendered[len(before) :], text[len(opening) :], cut)
+            and _holds(answer, text[len(opening) :], cut)
+            and _holds(answer, thoughts, cut)
         ):
+            if thoughts:
+                raise self._make_answer_error(before, rendered)
             # The template renders answers in another way than they are sampled.
             if opening:  # after thoughts that the generation prompt has opened
                 return self.tokenize(text[len(opening) :], cut) + self.boundary.end_of_turn_ids
@@ -155,12 +164,12 @@ class ChatTemplate:
                 raise self._make_answer_error(before, rendered)
             return self.boundary.end_answer(self.tokenize(rendered[len(header) :], cut))
         prompt, whole = self.prompt_ids(messages), self.tokenize(rendered, cut)
-        answer = whole[len(prompt) :]
+        ids = whole[len(prompt) :]
         if whole[: len(prompt)] != prompt:
             # The tokenizer merged the prompt's last characters with the answer's first ("\n" with
             # "\n"). The student cannot: it samples after the prompt's own tokens.
-            answer = self.tokenize(rendered[len(before) :], cut)
-        return self.boundary.end_answer(answer)
+            ids = self.tokenize(answer, cut)
+        return self.boundary.end_answer(ids)
 
     def header_of(self, prompt: str, rendered: str, text: str) -> str | None:
         """The prompt as it is before an answer that stands in history: without the empty thoughts
@@ -206,7 +215,13 @@ class ChatTemplate:
                 else value
             )
 
-        trees = [message_tree(message) for message in messages]
+        trees = [name_thoughts(message_tree(message)) for message in messages]
+        if any("reasoning_content" in tree for tree in trees) and not self.renders_thoughts:
+            raise ModelError(
+                f"{self.name}: its chat template does not render thoughts that a message has apart "
+                "from its content (reasoning_content). Put them at the beginning of `content` as "
+                "the model writes them (<think>…</think>), or remove them"
+            )
         tools = next((json.loads(message.tools) for message in messages if message.tools), None)
         if tools and not self.takes_tools:
             raise ModelError(
@@ -246,13 +261,14 @@ class ChatTemplate:
 
     def _apply_as_is(self, trees: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
         options = {} if tools is None else {"tools": tools}
+        set_clock(self.tokenizer, self._day)
         return str(
             self.tokenizer.apply_chat_template(
                 trees,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **options,
-                **self._variables,
+                **self._args,
             )
         )
 
@@ -275,6 +291,19 @@ class ChatTemplate:
         except TEMPLATE_ERRORS:
             return False
         return "courtside_probe" in text
+
+    @cached_property
+    def renders_thoughts(self) -> bool:
+        """Whether the template renders thoughts that an assistant's message has apart from its
+        content, in the last answer at least, or in a call."""
+        for answer in ({"content": "It is."}, {"content": "", "tool_calls": [PROBE_CALL]}):
+            tree = {"role": "assistant", **answer, "reasoning_content": "courtside thinks"}
+            try:
+                if "courtside thinks" in self._apply([PROBE_ASK, name_thoughts(tree)], None, False):
+                    return True
+            except TEMPLATE_ERRORS:
+                continue
+        return False
 
     @cached_property
     def renders_tool_calls(self) -> bool:

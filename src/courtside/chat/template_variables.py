@@ -95,9 +95,18 @@ def writes_date(tokenizer: Any) -> bool:
     return any("strftime_now" in find_variables(source) for source in template_sources(tokenizer))
 
 
-def make_clock(day: date | None) -> Callable[[str], str]:
-    """`strftime_now` of templates, for a day that does not change."""
-    return (day or _first_day()).strftime
+def set_clock(tokenizer: Any, day: date | None) -> None:
+    """Give the tokenizer's templates a `strftime_now` for a day that does not change (None: the
+    process's first).
+
+    It is a global of the compiled template, of which transformers keeps one for each source: from
+    5.23 on, a function among the variables of a rendering is replaced by text.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    clock: Callable[[str], str] = (day or _first_day()).strftime
+    for source in template_sources(tokenizer):
+        _compile_jinja_template(source).globals["strftime_now"] = clock
 
 
 @cache

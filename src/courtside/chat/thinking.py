@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 THOUGHT_TAGS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -17,3 +19,10 @@ def ends_thoughts(generation_prompt: str) -> bool:
 
 def begins_with_thoughts(text: str) -> bool:
     return text.lstrip().startswith(tuple(opening for opening, _ in THOUGHT_TAGS))
+
+
+def name_thoughts(tree: dict[str, Any]) -> dict[str, Any]:
+    """A chat API's message with its thoughts under the other name, too, by which gpt-oss' template
+    reads them."""
+    thoughts = tree.get("reasoning_content")
+    return {**tree, "thinking": thoughts} if thoughts else tree

@@ -290,6 +290,12 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Only the LoRA adapter. Unset: whole, merged weights.")
     ] = False,
+    base: Annotated[
+        bool,
+        typer.Option(
+            "--base", help="Only the base that a run held in 4 bits, dequantized: for its adapters."
+        ),
+    ] = False,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],
         typer.Option(
@@ -312,8 +318,9 @@ def export(
     and 5 and in vLLM.
     """
     from courtside import api
+    from courtside.report.folder.folder import RunFolder
 
-    folder = api.export(run, to, step=step, adapter=adapter, dtype=dtype, push=push)
+    folder = api.export(run, to, step=step, adapter=adapter, base=base, dtype=dtype, push=push)
     typer.echo(f"Written: {folder}")
     if push is not None:
         typer.echo(f"Pushed: {push}")
@@ -321,6 +328,12 @@ def export(
     if command is None:
         command = "vLLM leaves an adapter on lm_head out of log-probs; export without --adapter"
     typer.echo(f"Serve: {command}")
+    lora = RunFolder.read(run).recipe().student.lora
+    if adapter and lora is not None and lora.in_4_bits:
+        typer.echo(
+            "Trained on the base in 4 bits. For the log-probs of the run, serve the folder that "
+            f"`courtside export {run} FOLDER --base` writes in place of that base"
+        )
 
 
 def export_corrections(

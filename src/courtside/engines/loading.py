@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # PEFT imports bitsandbytes wherever it is installed, which then warns of a kernel that 4-bit
 # layers on a CPU could have.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# `dequantize` names its dtype, which is asked for.
+logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

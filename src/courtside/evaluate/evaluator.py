@@ -301,7 +301,9 @@ class Evaluator:
         for task in tasks:
             if task.completion is not None:
                 prompt = self.renderer.prompt_ids(task.messages)
-                ids = self.renderer.completion_ids(task.messages, task.completion)
+                ids = self.renderer.completion_ids(
+                    task.messages, task.completion, task.completion_thoughts
+                )
                 scored = (False,) * len(prompt) + (True,) * len(ids)
                 requests.append(ScoreRequest(token_ids=prompt + ids, scored=scored))
         logps = [logp for scores in self.engine.score(requests) for logp in scores.logp_T.tolist()]

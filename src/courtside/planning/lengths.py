@@ -170,7 +170,7 @@ def measure_tasks(recipe: Recipe) -> MeasuredTasks:
                 ids = teacher.prompt_ids(insert_context_text(config.context, task, text))
                 longer.append(len(ids) - prompts[task.id])
     answers = [
-        len(template.completion_ids(task.messages, task.completion))
+        len(template.completion_ids(task.messages, task.completion, task.completion_thoughts))
         for task in tasks
         if task.completion is not None and recipe.rollout.student_fraction_range[1] == 0
     ]

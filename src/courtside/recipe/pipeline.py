@@ -312,6 +312,12 @@ def _check_stage(pipeline: Pipeline, stage: Stage, name: str) -> None:
                 f"{reference.path[0]}.model"
             )
         start = source.recipe.student
+        if start.lora is not None and start.lora.in_4_bits:
+            raise RecipeError(
+                f"{where}: {reference.field} = {PREFIX + source.name!r}: the adapter belongs to "
+                "the base in 4 bits (student.lora.base_dtype = 'nf4'), and would lie on the base "
+                f"as its files have it. Name it in {reference.path[0]}.model, which has both merged"
+            )
         if start.keep_layers is not None or start.average_with is not None:
             made_by = "keep_layers" if start.keep_layers is not None else "average_with"
             raise RecipeError(

@@ -33,6 +33,10 @@ class LoraConfig(Section):
     """Of the frozen base. auto: as `student.dtype`. nf4: linear layers but the output head in 4
     bits by bitsandbytes, as in QLoRA (`pip install -e '.[quantized]'`); the adapter is float32."""
 
+    @property
+    def in_4_bits(self) -> bool:
+        return self.base_dtype == "nf4"
+
 
 class AverageConfig(Section):
     """Another model whose weights are averaged with the student's before training."""

@@ -79,15 +79,19 @@ class DatasetCompletions:
                 "needs a `completion` on every task, and this one has none. Add it, or use "
                 "off_policy_source = 'teacher'"
             )
-        texts: list[tuple[str, Literal["better", "worse"] | None]] = [(task.completion, None)]
-        if self.pairs and task.rejected is not None:
-            texts = [(task.completion, "better"), (task.rejected, "worse")]
-        for number, (text, preference) in enumerate(texts):
-            ids = self.template.completion_ids(task.messages, text)
+        answers = task.given_answers if self.pairs else task.given_answers[:1]
+        preferences: Sequence[Literal["better", "worse"] | None] = (
+            (None,) if len(answers) == 1 else ("better", "worse")
+        )
+        for number, ((text, thoughts), preference) in enumerate(
+            zip(answers, preferences, strict=True)
+        ):
+            ids = self.template.completion_ids(task.messages, text, thoughts)
+            turn_text = self.template.text(ids) if thoughts else text
             yield make_trajectory(
                 task,
                 self.template.prompt_ids(task.messages),
-                Sample(token_ids=ids, logp=(), stop="dataset", text=text),
+                Sample(token_ids=ids, logp=(), stop="dataset", text=turn_text),
                 id=trajectory_id(step, index, number),
                 source="dataset",
                 policy_version=None,

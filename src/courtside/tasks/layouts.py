@@ -16,6 +16,7 @@ from courtside.chat.api_messages import (
     parse_messages,
     parse_tools,
 )
+from courtside.chat.messages import split_thoughts
 from courtside.errors import TaskError
 from courtside.types import Message
 
@@ -31,6 +32,8 @@ class Texts:
     """The prompt; a last message of the assistant is a response prefix."""
     completion: str | None
     rejected: str | None
+    completion_thoughts: str
+    rejected_thoughts: str
 
 
 def read_texts(where: str, fields: Mapping[str, Any]) -> Texts:
@@ -43,21 +46,27 @@ def read_texts(where: str, fields: Mapping[str, Any]) -> Texts:
         raise TaskError(f"{where}: `chosen` needs a `rejected` beside it; add one")
     names = [name for name in (better, "rejected") if name is not None and name in fields]
     answers = {name: _read_answer(where, fields, name) for name in names}
-    prefixes = {name: prefix for name, (prefix, _) in answers.items() if prefix}
+    prefixes = {name: prefix for name, (prefix, *_) in answers.items() if prefix}
     if len({*prefixes.values()}) > 1:
         raise TaskError(
             f"{where}: `{better}` and `rejected` are conversations that differ before their last "
             "message; a pair answers one prompt. Leave it out, or correct it"
         )
-    texts = {name: text for name, (_, text) in answers.items()}
+    texts = {name: text for name, (_, text, _) in answers.items()}
+    thoughts = {name: thoughts for name, (*_, thoughts) in answers.items()}
     for prefix in prefixes.values():
         prompt = _join_prompt(where, prompt, prefix)
     if prompt is None:
         raise TaskError(
             f"{where}: no `prompt` (text), and no `messages` or `conversations` (list); add one"
         )
-    completion = texts.get(better) if better else None
-    if completion is not None and completion == texts.get("rejected"):
+    completion, completion_thoughts = (
+        (texts.get(better), thoughts.get(better, "")) if better else (None, "")
+    )
+    rejected_thoughts = thoughts.get("rejected", "")
+    if completion is not None and (
+        (completion, completion_thoughts) == (texts.get("rejected"), rejected_thoughts)
+    ):
         raise TaskError(
             f"{where}: `{better}` and `rejected` are the same text, so there is nothing to prefer. "
             "Leave the pair out"
@@ -69,12 +78,24 @@ def read_texts(where: str, fields: Mapping[str, Any]) -> Texts:
                 "one of them"
             )
         last = f"{where}: the last message"
-        completion = _require_answer(_answer_text(prompt[-1], last), last, "completion")
+        text, completion_thoughts = _answer_text(prompt[-1], last)
+        completion = _require_answer(text, last, "completion")
         prompt = prompt[:-1]
     messages = _attach(where, _require_prompt(where, prompt), fields)
     if "response_prefix" in fields:
         messages = (*messages, _read_response_prefix(where, fields["response_prefix"]))
-    return Texts(messages=messages, completion=completion, rejected=texts.get("rejected"))
+        if completion_thoughts or rejected_thoughts:
+            raise TaskError(
+                f"{where}: `response_prefix` is how the answer begins, and its thoughts come "
+                "before that. Remove one of the two"
+            )
+    return Texts(
+        messages=messages,
+        completion=completion,
+        rejected=texts.get("rejected"),
+        completion_thoughts=completion_thoughts,
+        rejected_thoughts=rejected_thoughts,
+    )
 
 
 def read_conversation(where: str, fields: Mapping[str, Any]) -> tuple[Message, ...] | None:
@@ -144,12 +165,13 @@ def _read_response_prefix(where: str, value: Any) -> Message:
 
 def _read_answer(
     where: str, fields: Mapping[str, Any], name: str
-) -> tuple[tuple[Message, ...], str]:
-    """The messages before the answer, where there are any, and its text."""
+) -> tuple[tuple[Message, ...], str, str]:
+    """The messages before the answer, where there are any; its text, and its thoughts where they
+    are apart."""
     value = fields[name]
     if isinstance(value, str):
         text = parse_content(value, f"{where}: {name}")
-        return (), _require_answer(text, f"{where}: `{name}`", name)
+        return (), _require_answer(text, f"{where}: `{name}`", name), ""
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):
@@ -159,17 +181,19 @@ def _read_answer(
     *prefix, last = parse_messages(value, f"{where}: {name}")
     if last.role != "assistant":
         raise TaskError(f"{where}: the last message of `{name}` must be the assistant's")
-    text = _answer_text(last, f"{where}: `{name}`")
-    return tuple(prefix), _require_answer(text, f"{where}: `{name}`", name)
+    text, thoughts = _answer_text(last, f"{where}: `{name}`")
+    return tuple(prefix), _require_answer(text, f"{where}: `{name}`", name), thoughts
 
 
-def _answer_text(message: Message, where: str) -> str:
+def _answer_text(message: Message, where: str) -> tuple[str, str]:
+    """And its thoughts."""
+    message, thoughts = split_thoughts(message)
     if message.extra:
         raise TaskError(
             f"{where} calls tools, which an answer to imitate cannot hold as text. Use tasks.kind "
             "= 'conversations', whose turns the model's chat template renders"
         )
-    return message.content
+    return message.content, thoughts
 
 
 def _require_answer(text: str, where: str, name: str) -> str:

@@ -126,6 +126,8 @@ def _task(kind: str, record: Record) -> tuple[Task, Split | None]:
         answer=answer,
         completion=texts.completion,
         rejected=texts.rejected,
+        completion_thoughts=texts.completion_thoughts,
+        rejected_thoughts=texts.rejected_thoughts,
         privileged=parse_texts(where, fields, "privileged"),
         tags=parse_tags(where, fields),
         grader=_grader(where, record.fields, answer),
@@ -134,7 +136,8 @@ def _task(kind: str, record: Record) -> tuple[Task, Split | None]:
     if task.grader_args and task.grader is None:
         raise TaskError(f"{where}: `grader_args` without a `grader`; name one")
     identity = [_prompt_key(task), task.answer, task.completion, task.rejected,
-                dict(task.privileged), task.tags, task.grader, dict(task.grader_args)]  # fmt: skip
+                dict(task.privileged), task.tags, task.grader, dict(task.grader_args),
+                *filter(None, (task.completion_thoughts, task.rejected_thoughts))]  # fmt: skip
     task = replace(
         task,
         id=parse_id(where, fields) or task_id(kind, json.dumps(identity, sort_keys=True)),

@@ -37,9 +37,11 @@ def pick_device(config: StudentConfig) -> torch.device:
 class StudentWeights:
     """The causal LM (`model`), with a LoRA adapter in its layers or all its weights trained."""
 
-    def __init__(self, config: StudentConfig, *, seed: int):
+    def __init__(self, config: StudentConfig, *, seed: int, dequantizes: bool = False):
+        """`dequantizes`: a base in 4 bits is replaced by the weights that it multiplies with."""
         device = pick_device(config)
         dtype, average = resolve_dtype(config.dtype, device), config.average_with
+        in_4_bits = config.lora is not None and config.lora.in_4_bits
         # Trained weights stay float32: steps of 1e-5 vanish in bfloat16's three digits. An
         # adapter's base is frozen, so it may have the dtype of the matmuls.
         self.model: Any = load_model(
@@ -50,8 +52,10 @@ class StudentWeights:
             adapter=config.adapter,
             keep_layers=config.keep_layers,
             average_with=None if average is None else (average.model, average.weight),
-            in_4_bits=config.lora is not None and config.lora.base_dtype == "nf4",
+            in_4_bits=in_4_bits,
         )
+        if in_4_bits and dequantizes:
+            self.model.dequantize(dtype)
         _keep_differentiable(self.model)
         self.autocast = torch.bfloat16 if dtype == torch.bfloat16 else None
         self.adapter: Any = None

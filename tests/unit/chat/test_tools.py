@@ -15,7 +15,7 @@ from courtside.chat.hint_splicing import splice_hint
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.messages import insert_context
 from courtside.chat.template import ChatTemplate
-from courtside.errors import ModelError, TaskError
+from courtside.errors import ModelError
 from courtside.types import Hint, Message, Task
 
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -87,12 +87,3 @@ def test_a_recorded_conversation_with_tools_is_rendered_and_hinted() -> None:
     branch = splice_hint(trajectory, hint, template, place="system", role="user", max_tokens=500)
     hinted = template.renderer.tokenizer.decode(branch.token_ids)
     assert hinted.startswith("<|im_start|>system\nCount.\n# Tools")
-
-
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_thoughts_outside_the_content_are_refused_not_lost(key: str) -> None:
-    message = {"role": "assistant", "content": "2", key: "Hm."}
-    with pytest.raises(TaskError, match=rf"here\[1\]\.{key}: .* beginning of `content`"):
-        parse_messages([HISTORY[0], message], "here")
-    for empty in ("", None):
-        assert parse_messages([HISTORY[0], message | {key: empty}], "here")[1].content == "2"
