@@ -8,8 +8,10 @@ import sys
 def main() -> None:
     """Run a command and end the process with its exit code."""
     from courtside.cli.machine import (
+        NO_OUTPUT,
         describe_lost_output,
         limit_spinning,
+        prints_only,
         tolerate_closed_output,
     )
     from courtside.interrupts import raise_on_termination
@@ -19,15 +21,18 @@ def main() -> None:
     limit_spinning()
     from courtside.cli.app import app, print_error
 
+    is_listing = prints_only(sys.argv[1:])
+    if is_listing and not has_output:
+        print_error(NO_OUTPUT)
+        sys.exit(2)
     try:
         app(prog_name="courtside")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        only_prints = "torch" not in sys.modules
-        if lost := describe_lost_output(has_output=has_output, only_prints=only_prints):
+        if lost := describe_lost_output():
             print_error(lost)
-            code = code or (2 if only_prints else 1)
-        if only_prints:
+            code = code or (2 if is_listing else 1)
+        if "torch" not in sys.modules:
             sys.exit(code)
         _exit_now(code)
 
