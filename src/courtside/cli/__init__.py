@@ -1,6 +1,7 @@
 """The command line. Nothing heavy is imported before a command runs."""
 
 import atexit
+import faulthandler
 import os
 import sys
 
@@ -19,6 +20,8 @@ def main() -> None:
     has_output = tolerate_closed_output()
     raise_on_termination()
     limit_spinning()
+    if hasattr(sys.stderr, "fileno"):
+        faulthandler.enable(sys.stderr.fileno())  # a crash in C names the Python line it is in
     from courtside.cli.app import app, print_error
 
     is_listing = prints_only(sys.argv[1:])

@@ -25,6 +25,11 @@ from courtside.errors import GateFailedError, Interrupted, RunError, UserError
 from courtside.interrupts import StopSignal
 from courtside.ranks import should_report
 
+PATH_ERRORS = (
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EROFS,
+)  # fmt: skip
+"""Of a path that the user named, or of what the user put into a folder: no bug of ours."""
+
 
 class CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
@@ -44,7 +49,7 @@ class CommandGroup(TyperGroup):
             report_error(error)
             raise typer.Exit(1) from None
         except OSError as error:
-            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            if error.errno not in PATH_ERRORS or error.filename is None:
                 raise
             print_error(f"{str(error.filename)[:100]}: {error.strerror}. Give another path")
             raise typer.Exit(2) from None

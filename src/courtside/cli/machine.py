@@ -45,6 +45,10 @@ class LossyStream:
         except OSError as error:
             self._remember(error)
 
+    def close(self) -> None:
+        """Code of a run that closes standard output does not end the run's own lines."""
+        self.flush()
+
     def _remember(self, error: OSError) -> None:
         if error.errno not in CLOSED:
             self.failure = error.strerror or str(error)
