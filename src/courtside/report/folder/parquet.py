@@ -349,9 +349,9 @@ def parse_evaluation(tree: Mapping[str, Any], where: str) -> Evaluation:
             step=tree["step"],
             policy=_require_text(tree["policy"]),
             split=_require_text(tree["split"]),  # type: ignore[arg-type]
-            **{name: _none_to_nan(tree[name]) for name in ("mean_score", "ci_low", "ci_high")},
-            metrics={name: _none_to_nan(value) for name, value in tree["metrics"].items()},
-            scores={task: _none_to_nan(score) for task, score in tree["scores"].items()},
+            **{name: _parse_score(tree[name]) for name in ("mean_score", "ci_low", "ci_high")},
+            metrics={name: _parse_score(value) for name, value in tree["metrics"].items()},
+            scores={task: _parse_score(score) for task, score in tree["scores"].items()},
             samples=tuple(parse_trajectory(sample) for sample in tree["samples"]),
         )
     except (AttributeError, KeyError, TypeError) as error:
@@ -393,9 +393,14 @@ def _parse_grade(tree: Mapping[str, Any]) -> Grade:
 
 
 def _none_to_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _parse_score(value: float | None) -> float:
+    """JSON has no NaN: None stands for it."""
     if value is not None and not is_finite_number(value):
         raise TypeError(f"{value!r} is no number")
-    return math.nan if value is None else value
+    return _none_to_nan(value)
 
 
 def _require_text(value: Any) -> str:
