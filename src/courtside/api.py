@@ -296,6 +296,7 @@ def rescore(
     if missing or not stored:
         raise UserError(f"{run}: no trajectories of steps {missing}; there are {stored}")
     recipe = load_recipe(folder.path / "recipe.toml", overrides)
+    _refuse_unused_changes(folder.recipe(), recipe)
     parts, _ = _restore_run(recipe, run, checkpoints.latest(folder.checkpoints))
     rows: list[dict[str, float | int | None]] = []
     for step in steps or stored:
@@ -318,6 +319,25 @@ def rescore(
             }
         )
     return rows
+
+
+UNUSED_IN_RESCORING = (
+    "evaluate.", "run.", "seed:", "tasks.", "train.betas", "train.learning_rate",
+    "train.lr_schedule", "train.max_", "train.prompts_per_step", "train.steps",
+    "train.warmup_steps", "train.weight_decay",
+)  # fmt: skip
+"""What decides which trajectories there are, and updates."""
+
+
+def _refuse_unused_changes(old: Recipe, new: Recipe) -> None:
+    from courtside.report.folder.locking import dump_recipe, find_differences
+
+    for line in find_differences(dump_recipe(old), dump_recipe(new)):
+        if line.startswith(UNUSED_IN_RESCORING):
+            raise UserError(
+                f"{line}: changes nothing, because rescoring takes the trajectories as they are "
+                "stored and updates no weight. Change losses, teacher, reader or hints"
+            )
 
 
 # ── arguments ────────────────────────────────────────────────────────────────────────────────────

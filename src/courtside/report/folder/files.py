@@ -57,6 +57,17 @@ def replace_file(path: Path, content: bytes) -> None:
             raise
 
 
+def write_page(path: Path, page: bytes) -> None:
+    """Of a page that a user asked for, outside of any run. A UserError where it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, page)
+    except (OSError, RunError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        reason = getattr(cause, "strerror", None) or str(cause)
+        raise UserError(f"{path}: cannot be written ({reason}). Name another file") from None
+
+
 def replace_non_finite(value: Any) -> Any:
     """The same tree with None for NaN and the infinities, which JSON does not have."""
     if isinstance(value, float):
