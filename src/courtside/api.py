@@ -6,6 +6,7 @@ Progress is printed by default, as the command line does; `quiet` sends it to `l
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -322,10 +323,9 @@ def rescore(
 
 
 UNUSED_IN_RESCORING = (
-    "evaluate.", "run.", "seed:", "tasks.", "train.betas", "train.learning_rate",
-    "train.lr_schedule", "train.max_", "train.prompts_per_step", "train.steps",
-    "train.warmup_steps", "train.weight_decay",
-)  # fmt: skip
+    r"(evaluate|run|seed|tasks|train\.(betas|learning_rate|lr_schedule|max_\w+|prompts_per_step|steps"
+    r"|warmup_steps|weight_decay))[.:\[]"
+)
 """What decides which trajectories there are, and updates."""
 
 
@@ -333,7 +333,7 @@ def _refuse_unused_changes(old: Recipe, new: Recipe) -> None:
     from courtside.report.folder.locking import dump_recipe, find_differences
 
     for line in find_differences(dump_recipe(old), dump_recipe(new)):
-        if line.startswith(UNUSED_IN_RESCORING):
+        if re.match(UNUSED_IN_RESCORING, line):
             raise UserError(
                 f"{line}: changes nothing, because rescoring takes the trajectories as they are "
                 "stored and updates no weight. Change losses, teacher, reader or hints"

@@ -254,3 +254,13 @@ def test_a_damaged_run_is_refused_with_the_file(
     if "costs" in message or "metrics" in message:  # the rest of the report is written
         assert run_cli("report", run).exit_code == 0
         assert message in html.unescape((run / "report.html").read_text())
+
+
+@pytest.mark.parametrize("verb", ["plan", "compare"])
+def test_a_page_that_cannot_be_written_is_refused(trained: Path, verb: str) -> None:
+    recipe = trained / "recipe.toml"
+    page = recipe / "page.html"
+    args = (recipe, "--html", page) if verb == "plan" else (trained, "--out", page)
+    done = run_cli(verb, *args)
+    assert done.exit_code == 2, done.output
+    assert "page.html: cannot be written (" in done.stderr and "checkpoint" not in done.stderr
