@@ -410,3 +410,21 @@ def test_a_process_that_is_terminated_before_training_says_so() -> None:
         [sys.executable, "-c", code, "recipes"], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (143, "stopped by SIGTERM\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_it_starts_ends_it_without_a_traceback(number: int) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Kill:\n"
+        "    def find_spec(self, name, *args):\n"
+        "        if name == 'courtside.cli.app': os.kill(os.getpid(), int(os.environ['NUMBER']))\n"
+        "sys.meta_path.insert(0, Kill())\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from courtside.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "recipes"], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "NUMBER": str(int(number))},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (-number, "")

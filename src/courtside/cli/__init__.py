@@ -15,10 +15,10 @@ def main() -> None:
         prints_only,
         tolerate_closed_output,
     )
-    from courtside.interrupts import raise_on_termination
+    from courtside.interrupts import end_on_signals, raise_on_signals
 
+    end_on_signals()
     has_output = tolerate_closed_output()
-    raise_on_termination()
     limit_spinning()
     if hasattr(sys.stderr, "fileno"):
         faulthandler.enable(sys.stderr.fileno())  # a crash in C names the Python line it is in
@@ -29,7 +29,7 @@ def main() -> None:
         print_error(NO_OUTPUT)
         sys.exit(2)
     try:
-        app(prog_name="courtside")
+        app(prog_name="courtside", obj=raise_on_signals)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if lost := describe_lost_output():

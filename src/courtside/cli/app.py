@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -33,8 +34,10 @@ PATH_ERRORS = (
 
 class CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
+        signals = nullcontext if ctx.obj is None else ctx.obj
         try:
-            return super().invoke(ctx)
+            with signals():
+                return super().invoke(ctx)
         except UserError as error:
             report_error(error)
             raise typer.Exit(2) from None
