@@ -70,10 +70,10 @@ def run_process(folder: Path, does: str, *overrides: str) -> subprocess.Complete
 
 def test_a_process_that_ended_without_a_word_is_told_by_the_next_one(folder: Path) -> None:
     assert run_process(folder, "os._exit(3)").returncode == 3
-    again = run_process(folder, "")
-    assert again.returncode == 0, again.stderr
-    assert "run: the last process ended without a word: killed" in again.stdout
-    assert "tasks.workers = 1 makes it cost an episode, not the run" in again.stdout
+    next_start = run_process(folder, "")
+    assert next_start.returncode == 0, next_start.stderr
+    assert "run: the last process ended without a word: killed" in next_start.stdout
+    assert "tasks.workers = 1 makes it cost an episode, not the run" in next_start.stdout
     longer = run_process(folder, "", "train.steps=2")
     assert longer.returncode == 0 and "without a word" not in longer.stdout
 
