@@ -85,7 +85,8 @@ class RunFolder(LockedFolder):
         lock = acquire_lock(path)
         folder = cls(path, lock)
         try:
-            folder.was_killed = folder.mark_as_open()
+            with explain_write_errors(path):
+                folder.was_killed = folder.mark_as_open()
             if folder._file(RECIPE).exists():
                 refuse_other_recipe(path, folder.recipe(), recipe)
             with explain_write_errors(path):

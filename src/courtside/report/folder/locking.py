@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -62,7 +63,8 @@ class LockedFolder:
         """Release the lock, as the end of the process does too."""
         if self._lock is not None:
             if self._is_marked:
-                os.ftruncate(self._lock, 0)
+                with suppress(OSError):  # a disk that went away: the mark stays
+                    os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
 
