@@ -41,7 +41,7 @@ class PhaseCost:
     """2 · parameters · tokens for a forward pass, three times that for a trained one."""
 
     @classmethod
-    def parse(cls, tree: Mapping[str, Any]) -> PhaseCost:
+    def parse(cls, tree: Any) -> PhaseCost:
         """From a file; a TypeError or ValueError says what is wrong."""
         if not isinstance(tree, Mapping):
             raise TypeError(f"{tree!r} is no object")

@@ -194,7 +194,7 @@ class RunFolder(LockedFolder):
 
     def recorded_threads(self) -> int | None:
         """Of the process that trained; None: none has."""
-        threads = self.environment().get("threads")
+        threads: int | None = self.environment().get("threads")
         if threads is None or (type(threads) is int and threads > 0):
             return threads
         raise UserError(
