@@ -6,6 +6,7 @@ Progress is printed by default, as the command line does; `quiet` sends it to `l
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -315,6 +316,7 @@ def rescore(
     if missing or not stored:
         raise UserError(f"{run}: no trajectories of steps {missing}; there are {stored}")
     recipe = load_recipe(folder.path / "recipe.toml", overrides)
+    _refuse_unused_changes(folder.recipe(), recipe)
     parts, _ = _restore_run(recipe, run, checkpoints.latest(folder.checkpoints))
     rows: list[dict[str, float | int | None]] = []
     for step in steps or stored:
@@ -337,6 +339,24 @@ def rescore(
             }
         )
     return rows
+
+
+UNUSED_IN_RESCORING = (
+    r"(evaluate|run|seed|tasks|train\.(betas|learning_rate|lr_schedule|max_\w+|prompts_per_step|steps"
+    r"|warmup_steps|weight_decay))[.:\[]"
+)
+"""What decides which trajectories there are, and updates."""
+
+
+def _refuse_unused_changes(old: Recipe, new: Recipe) -> None:
+    from courtside.report.folder.locking import dump_recipe, find_differences
+
+    for line in find_differences(dump_recipe(old), dump_recipe(new)):
+        if re.match(UNUSED_IN_RESCORING, line):
+            raise UserError(
+                f"{line}: changes nothing, because rescoring takes the trajectories as they are "
+                "stored and updates no weight. Change losses, teacher, reader or hints"
+            )
 
 
 # ── arguments ────────────────────────────────────────────────────────────────────────────────────

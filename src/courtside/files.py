@@ -32,6 +32,17 @@ def require_regular_file(path: Path) -> None:
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
 
 
+FOREIGN = (
+    (b"\x1f\x8b", "compressed by gzip"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
+    (b"PK\x03\x04", "a ZIP archive"),
+    (b"PAR1", "a Parquet file"),
+    (b"\xff\xfe", "UTF-16 text"),
+    (b"\xfe\xff", "UTF-16 text"),
+)
+"""How files begin that data often comes as."""
+
+
 class DuplicateKeyError(ValueError):
     """A JSON object with one key twice."""
 
@@ -54,6 +65,10 @@ class JsonLineError(ValueError):
 
 def parse_json_lines(data: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file of JSON lines, each with the number of its line, from 1."""
+    if kind := next((kind for magic, kind in FOREIGN if data.startswith(magic)), None):
+        raise JsonLineError(
+            f"line 1: the file is {kind}. Convert it to one JSON object on each line"
+        )
     # Only \n ends a line: other separators are legal inside JSON texts.
     for number, line in enumerate(data.removeprefix(BOM).split(b"\n"), start=1):
         if not line.strip():
@@ -66,13 +81,16 @@ def parse_json_lines(data: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
                 f"{where}: not UTF-8: {error.reason}; save the file as UTF-8"
             ) from None
         except json.JSONDecodeError as error:
+            is_array = number == 1 and line.lstrip().startswith(b"[")
+            fix = "a JSON array becomes lines with `jq -c .[]`" if is_array else "correct the line"
             raise JsonLineError(
-                f"{where}: not valid JSON: {error.msg} at column {error.colno}; correct the line"
+                f"{where}: not valid JSON: {error.msg} at column {error.colno}; {fix}"
             ) from None
         except DuplicateKeyError as error:
             raise JsonLineError(f"{where}: {error}") from None
         except (ValueError, RecursionError) as error:
             raise JsonLineError(f"{where}: not valid JSON: {error}; correct the line") from None
         if not isinstance(value, dict):
-            raise JsonLineError(f"{where}: must be a JSON object, {{…}}")
+            fix = "; a JSON array becomes lines with `jq -c .[]`" if isinstance(value, list) else ""
+            raise JsonLineError(f"{where}: must be a JSON object, {{…}}{fix}")
         yield number, value

@@ -42,6 +42,26 @@ def raise_on_termination() -> None:
             signal.signal(number, stop)
 
 
+def end_on_signals() -> None:
+    """Ctrl-C, SIGTERM and SIGHUP end the process at once, without a traceback: there is nothing to
+    save, and nobody to catch an exception. Ignored ones stay ignored."""
+    for number in (signal.SIGINT, *TERMINATIONS):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """While a command runs, between two times of `end_on_signals`."""
+    raise_on_termination()
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        end_on_signals()
+
+
 @contextmanager
 def handle_signals(handle: Callable[[int], None]) -> Iterator[None]:
     """`handle` gets the numbers of signals that would end the process; the second Ctrl-C does.

@@ -62,7 +62,22 @@ def _open_folder(recipe: Recipe, path: Path, console: RunConsole) -> RunFolder:
     _discard_failed_start(path, recipe)
     if note := _check_resumable(path, recipe):
         console.print_line(note)
-    return RunFolder.open(path, recipe)
+    folder = RunFolder.open(path, recipe)
+    if folder.was_killed:
+        console.print_line(_describe_kill(path, recipe))
+    return folder
+
+
+def _describe_kill(path: Path, recipe: Recipe) -> str:
+    note = (
+        f"{path}: the last process ended without a word: killed (also for its memory), a crash, or "
+        "os._exit. This one goes on from what was saved"
+    )
+    if recipe.tasks.kind == "environment" and not recipe.tasks.workers:
+        note += (
+            ". If the environment did it, tasks.workers = 1 makes it cost an episode, not the run"
+        )
+    return note
 
 
 def _make_run(
@@ -70,7 +85,7 @@ def _make_run(
 ) -> Run:
     try:
         console.phase("loading models")
-        threads = folder.environment().get("threads", num_threads)
+        threads = folder.recorded_threads() or num_threads
         ranks.exchange(threads)
         parts = assemble(recipe, trains=True, num_threads=threads, ranks=ranks)
         folder.record_threads(torch.get_num_threads())
@@ -85,6 +100,9 @@ def _check_resumable(path: Path, recipe: Recipe) -> str | None:
     if not (path / RECIPE).is_file():
         return None
     folder = RunFolder.read(path)
+    # What the report will need is read now: a damaged file is refused before models are loaded.
+    folder.metrics(), folder.evaluations(), folder.alarms(), folder.read_costs()
+    folder.recorded_threads()
     old, latest = folder.recipe(), checkpoints.latest(folder.checkpoints)
     num_steps = 0 if latest is None else checkpoints.num_steps_of(latest)
     if latest is None:

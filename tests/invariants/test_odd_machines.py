@@ -18,12 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.small_runs import small_recipe, small_tree
 from support.tiny_model import tiny_tokenizer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from courtside.api import evaluate_student, train
 from courtside.chat.template import ChatTemplate
 from courtside.cli.app import app
-from courtside.cli.machine import limit_spinning
+from courtside.cli.machine import PRINTING, limit_spinning, prints_only
 from courtside.errors import ModelError, RecipeError, UserError
 from courtside.recipe import Recipe
 from courtside.report.alarms import check_missing_metrics
@@ -338,11 +339,28 @@ def test_a_run_goes_on_where_its_output_is_on_a_full_disk(
     assert (tmp_path / "runs" / "small" / "report.html").is_file()
 
 
-def test_a_process_without_standard_output() -> None:
-    command = f"exec {sys.executable} -m courtside recipes >&-"
+@pytest.mark.parametrize("command", ["recipes", "evaluate no.toml", "init --help", "--version"])
+def test_what_only_prints_is_refused_without_standard_output(command: str) -> None:
+    """Before it works for minutes."""
+    command = f"exec {sys.executable} -m courtside {command} >&-"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith(b"error: standard output is closed"), done.stderr
+    assert done.stderr == (
+        b"error: standard output is closed, and this command prints its result. Send it to a file\n"
+    )
+
+
+def test_a_file_is_written_without_standard_output(tmp_path: Path) -> None:
+    command = f"exec {sys.executable} -m courtside init shared-rule >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "shared-rule" / "recipe.toml").is_file()
+
+
+def test_the_commands_that_only_print_exist() -> None:
+    names = {name.replace("_", "-") for name in get_command(app).commands}  # type: ignore[attr-defined]
+    assert set(PRINTING) < names
+    assert prints_only(["train", "--help"]) and not prints_only(["train", "recipes"])
 
 
 def test_a_run_without_standard_output(tiny_folder: Path, tmp_path: Path) -> None:
@@ -392,3 +410,21 @@ def test_a_process_that_is_terminated_before_training_says_so() -> None:
         [sys.executable, "-c", code, "recipes"], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (143, "stopped by SIGTERM\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_it_starts_ends_it_without_a_traceback(number: int) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Kill:\n"
+        "    def find_spec(self, name, *args):\n"
+        "        if name == 'courtside.cli.app': os.kill(os.getpid(), int(os.environ['NUMBER']))\n"
+        "sys.meta_path.insert(0, Kill())\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from courtside.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "recipes"], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "NUMBER": str(int(number))},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (-number, "")

@@ -273,3 +273,9 @@ def test_rescoring_uses_the_trained_student_and_changes_nothing(full_run):
 def test_steps_that_are_not_stored_are_refused(full_run):
     with pytest.raises(UserError, match=r"no trajectories of steps \[7\]; there are \[0, 1, 2\]"):
         rescore(full_run, steps=[1, 7])
+
+
+@pytest.mark.parametrize("change", ["tasks.limit=1", "train.learning_rate=1.0", "evaluate=null"])
+def test_overrides_that_change_nothing_are_refused(full_run, change):
+    with pytest.raises(UserError, match="changes nothing, because rescoring takes the traj"):
+        rescore(full_run, [change])

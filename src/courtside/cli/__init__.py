@@ -1,6 +1,7 @@
 """The command line. Nothing heavy is imported before a command runs."""
 
 import atexit
+import faulthandler
 import os
 import sys
 
@@ -8,26 +9,33 @@ import sys
 def main() -> None:
     """Run a command and end the process with its exit code."""
     from courtside.cli.machine import (
+        NO_OUTPUT,
         describe_lost_output,
         limit_spinning,
+        prints_only,
         tolerate_closed_output,
     )
-    from courtside.interrupts import raise_on_termination
+    from courtside.interrupts import end_on_signals, raise_on_signals
 
+    end_on_signals()
     has_output = tolerate_closed_output()
-    raise_on_termination()
     limit_spinning()
+    if hasattr(sys.stderr, "fileno"):
+        faulthandler.enable(sys.stderr.fileno())  # a crash in C names the Python line it is in
     from courtside.cli.app import app, print_error
 
+    is_listing = prints_only(sys.argv[1:])
+    if is_listing and not has_output:
+        print_error(NO_OUTPUT)
+        sys.exit(2)
     try:
-        app(prog_name="courtside")
+        app(prog_name="courtside", obj=raise_on_signals)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        only_prints = "torch" not in sys.modules
-        if lost := describe_lost_output(has_output=has_output, only_prints=only_prints):
+        if lost := describe_lost_output():
             print_error(lost)
-            code = code or (2 if only_prints else 1)
-        if only_prints:
+            code = code or (2 if is_listing else 1)
+        if "torch" not in sys.modules:
             sys.exit(code)
         _exit_now(code)
 

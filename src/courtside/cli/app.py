@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -25,11 +26,18 @@ from courtside.errors import GateFailedError, Interrupted, RunError, UserError
 from courtside.interrupts import StopSignal
 from courtside.ranks import should_report
 
+PATH_ERRORS = (
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EROFS,
+)  # fmt: skip
+"""Of a path that the user named, or of what the user put into a folder: no bug of ours."""
+
 
 class CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
+        signals = nullcontext if ctx.obj is None else ctx.obj
         try:
-            return super().invoke(ctx)
+            with signals():
+                return super().invoke(ctx)
         except UserError as error:
             report_error(error)
             raise typer.Exit(2) from None
@@ -44,7 +52,7 @@ class CommandGroup(TyperGroup):
             report_error(error)
             raise typer.Exit(1) from None
         except OSError as error:
-            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            if error.errno not in PATH_ERRORS or error.filename is None:
                 raise
             print_error(f"{str(error.filename)[:100]}: {error.strerror}. Give another path")
             raise typer.Exit(2) from None

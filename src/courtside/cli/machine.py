@@ -5,11 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any, TextIO
 
 CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Errors of a pipe or terminal whose reader has gone: nobody misses the output."""
+
+
+PRINTING = ("recipes", "schema", "show", "plan", "evaluate", "rescore", "check-env")
+"""Commands whose result is what they print."""
+
+NO_OUTPUT = "standard output is closed, and this command prints its result. Send it to a file"
 
 
 class LossyStream:
@@ -39,6 +45,10 @@ class LossyStream:
         except OSError as error:
             self._remember(error)
 
+    def close(self) -> None:
+        """Code of a run that closes standard output does not end the run's own lines."""
+        self.flush()
+
     def _remember(self, error: OSError) -> None:
         if error.errno not in CLOSED:
             self.failure = error.strerror or str(error)
@@ -65,12 +75,15 @@ def tolerate_closed_output() -> bool:
     return has_output
 
 
-def describe_lost_output(*, has_output: bool, only_prints: bool) -> str | None:
-    """Why what the command printed is not complete; None: it is, or its reader has gone (`| head`).
-    A run does more than print: without a standard output nothing of it is lost."""
+def prints_only(arguments: Sequence[str]) -> bool:
+    """Whether a command's result is what it prints. The others write files, or serve."""
+    return not arguments or "--help" in arguments or arguments[0] in (*PRINTING, "--version")
+
+
+def describe_lost_output() -> str | None:
+    """Why what the command printed is not complete; None: it is, or its reader has gone (`| head`),
+    or it writes files and was started without a standard output."""
     sys.stdout.flush()
-    if not has_output and only_prints:
-        return "standard output is closed, and this command only prints. Send it to a file"
     failure = getattr(sys.stdout, "failure", None)
     if failure is None:
         return None

@@ -18,7 +18,7 @@ from courtside.comparison.formats import (
     format_spent,
 )
 from courtside.comparison.runs import STEPS, UNITS
-from courtside.report.folder.files import replace_file
+from courtside.report.folder import files
 from courtside.report.page.layout import Section, render_page
 from courtside.report.page.svg import NUM_COLORS, Series, interval_plot, line_chart
 from courtside.report.page.svg import Interval as PlotInterval
@@ -44,8 +44,7 @@ def write_page(comparison: Comparison, path: Path) -> Path:
             Section("Runs", _render_runs(comparison.arms), is_folded=True),
         ],
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, page)
+    files.write_page(path, page)
     return path
 
 

@@ -86,6 +86,7 @@ def load_model(
     model, loading_info = _load(AutoModelForCausalLM, name, dtype=load_dtype, use_safetensors=True,
                           trust_remote_code=trust_remote_code, output_loading_info=True,
                           ignore_mismatched_sizes=True, **quantization)  # fmt: skip
+    _unpack_narrow_layers(model)
     # transformers would initialize such weights at random, with a warning.
     missing = set(loading_info["missing_keys"]) | {
         key for key, *_ in loading_info["mismatched_keys"]
@@ -129,6 +130,15 @@ def _nf4_arguments(name: str, dtype: torch.dtype, device: torch.device) -> dict[
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
     )
     return {"quantization_config": config, "device_map": {"": device}}
+
+
+def _unpack_narrow_layers(model: Any) -> None:
+    """On CPUs with avx512_bf16, bitsandbytes packs 4-bit weights for inference, and fails where a
+    row is no multiple of its blocks."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            block = module.weight.blocksize
+            module.support_avx512bf16_for_cpu &= module.in_features % block == 0
 
 
 def load_adapter(model: Any, adapter: Path, name: str, adapter_name: str = "default") -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -64,6 +65,8 @@ class GuardedEnvironment:
     """How messages call it, e.g. "tasks.path = 'a:B'"."""
     seconds: float | None
     """For each call of task, start, step or grade. None: no limit, in the calling thread."""
+    folder: str = field(default_factory=os.getcwd)
+    """The working directory, which the run's own paths are relative to."""
     start_lock: threading.Lock = field(default_factory=threading.Lock)
     """A rollout and an evaluation may run in two threads."""
 
@@ -144,7 +147,9 @@ class GuardedEnvironment:
 
         def finish() -> T:
             try:
-                return validate(wait())
+                result = validate(wait())
+                return_to_folder(self.folder)
+                return result
             except TimedOut:
                 raise EnvironmentFault(
                     f"{where} did not return within {self.seconds:g} seconds "
@@ -179,6 +184,21 @@ class GuardedEpisode:
 
     def grade(self) -> Grade:
         return self.begin_grade()()
+
+
+def return_to_folder(folder: str) -> None:
+    """Raise `InvalidValue`, back in the folder, where a call has left it."""
+    try:
+        actual = os.getcwd()
+    except FileNotFoundError:
+        actual = "a folder that was deleted"
+    if actual != folder:
+        os.chdir(folder)
+        raise InvalidValue(
+            f"changed the working directory from {folder!r} to {actual!r}, which all calls and the "
+            "run itself share. Use absolute paths; a library that changes it for the time of a "
+            "call belongs into a worker (tasks.workers = 1)"
+        )
 
 
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from courtside.environments.base import Environment, HostedEnvironment
-from courtside.environments.guard import GuardedEnvironment, TimedOut
+from courtside.environments.guard import GuardedEnvironment, TimedOut, return_to_folder
 from courtside.environments.switchboard.environment import Switchboard
 from courtside.environments.tool_class import is_tool_class, make_tool_environment
 from courtside.environments.toolbox.environment import Toolbox
+from courtside.environments.validation import InvalidValue
 from courtside.environments.workers import WorkerEnvironment
 from courtside.errors import TaskError
 from courtside.interrupts import time_limit
@@ -47,10 +49,13 @@ def load_environment(
     config: EnvironmentTasks, limits: LimitsConfig, *, tools_in_template: bool = False
 ) -> GuardedEnvironment:
     """An instance of the class at `module:Class`. No episode is started: that may be expensive."""
-    name = f"tasks.path = {config.path!r}"
+    name, folder = f"tasks.path = {config.path!r}", os.getcwd()
     try:
         with time_limit(limits.load_seconds, TimedOut):
             instance = _make_instance(config, tools_in_template=tools_in_template)
+        return_to_folder(folder)
+    except InvalidValue as problem:
+        raise TaskError(f"{name}: importing the module or making the class {problem}") from None
     except (TimedOut, TaskError) as problem:
         timeout = problem if isinstance(problem, TimedOut) else problem.__cause__
         if not isinstance(timeout, TimedOut):

@@ -14,7 +14,7 @@ from courtside.planning.text import (
     phase_rows,
     summary_lines,
 )
-from courtside.report.folder.files import replace_file
+from courtside.report.folder.files import write_page
 from courtside.report.page.layout import Section, render_page
 from courtside.report.page.tables import render_table
 
@@ -30,7 +30,7 @@ def write_plan_page(plan: CostPlan, path: Path) -> None:
         Section("Notes", _render_lines(plan.notes)),
     ]
     page = render_page(title="Plan", summary=summary, progress=where, alerts="", sections=sections)
-    replace_file(path, page)
+    write_page(path, page)
 
 
 def _render_rows(rows: Rows) -> str:

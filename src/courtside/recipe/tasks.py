@@ -89,8 +89,8 @@ class GradedTasks(TasksBase):
     grader: GraderName | None = None
     """Of tasks that name none: a built-in grader, or `module:function`."""
     grader_seconds: Annotated[float, Field(gt=0, le=1e6)] = USER_GRADER_SECONDS
-    """Time for a `module:function` to grade one response; after it the score is 0, and counted as
-    an error of the grader."""
+    """Time for a `module:function`, or a pattern of `regex`, to grade one response; after it the
+    score is 0, and counted as an error of the grader."""
 
 
 class JsonlTasks(GradedTasks):

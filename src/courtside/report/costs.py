@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from types import MappingProxyType
+from typing import Any
 
 from courtside.types import Evaluation, Scored, TokenUsage, Trajectory, Update
 
@@ -38,6 +39,16 @@ class PhaseCost:
     """Sampled tokens."""
     flops: float = 0.0
     """2 · parameters · tokens for a forward pass, three times that for a trained one."""
+
+    @classmethod
+    def parse(cls, tree: Any) -> PhaseCost:
+        """From a file; a TypeError or ValueError says what is wrong."""
+        if not isinstance(tree, Mapping):
+            raise TypeError(f"{tree!r} is no object")
+        for name, value in tree.items():
+            if type(value) not in (int, float) or not 0 <= value < 1e300:
+                raise ValueError(f"{name} = {value!r}")
+        return cls(**tree)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,6 +203,8 @@ class TaskSpace:
     num_strata: int = 1
 
 
+MAX_MISSES = 100_000
+"""After so many numbers in a row without a new task of the split, a space counts as exhausted."""
 MAX_CONSECUTIVE_OVERLONG = 1000
 """After so many overlong tasks in a row, the source raises."""
 
@@ -265,8 +267,10 @@ class GeneratedSource:
     def _walk(self, split: Split, key: str, stratum: int | None = None) -> Iterator[Task]:
         """The tasks of a split, or of a stratum of it, each once, in the order that `key` names."""
         by_id: dict[str, tuple[int, Task]] = {}
-        num_consecutive = 0
+        num_consecutive = last_place = 0
         for place in range(self._space.size):
+            if place - last_place > MAX_MISSES:
+                return
             index = permute_index(place, self._space.size, key)
             if stratum is not None and self._space.stratum(index) != stratum:
                 continue
@@ -277,6 +281,7 @@ class GeneratedSource:
                 self._require_same(task, index, by_id[task.id])
                 continue
             by_id[task.id] = index, task
+            last_place = place
             if self._prompt_limit is None or self._prompt_limit.fits(task, self._space.name):
                 num_consecutive = 0
                 yield task
@@ -305,8 +310,10 @@ class GeneratedSource:
         return len(self._overlong_ids)
 
     def _empty_split_error(self, split: Split) -> TaskError:
+        size = self._space.size
+        looked_at = f"{MAX_MISSES:,} of " if size > MAX_MISSES else ""
         return TaskError(
-            f"{self._space.name}: none of its {self._space.size} tasks falls into the {split} "
+            f"{self._space.name}: none of {looked_at}its {size} tasks falls into the {split} "
             f"split. Choose a larger space; tasks of your own need some of split {split!r}, as "
             "courtside.hashing.split_of gives it"
         )

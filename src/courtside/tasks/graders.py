@@ -21,7 +21,7 @@ from courtside.recipe.tasks import USER_GRADER_SECONDS, GradedTasks, TasksConfig
 from courtside.tasks.checks import CHECKS, find_violation
 from courtside.tasks.maze import find_mistake
 from courtside.tasks.student_prefixes import grade_whole_answers
-from courtside.tasks.user_graders import load_grader, run_grader
+from courtside.tasks.user_graders import load_grader, run_grader, run_user_code
 from courtside.types import Grade, Task
 
 
@@ -36,13 +36,21 @@ class Grader:
 
 
 def grade(task: Task, response: str, *, seconds: float = USER_GRADER_SECONDS) -> Grade | None:
-    """None when the task names no grader. `seconds`: the time limit of a grader of user code."""
+    """None when the task names no grader. `seconds`: the time limit of a grader of user code, and
+    of a pattern of `regex`."""
     if task.grader is None:
         return None
     if ":" in task.grader:
         return run_grader(task.grader, task, response, seconds=seconds)
     require_gradable(task)
-    problem = GRADERS[task.grader].grade(task, response)
+    if task.grader == "regex":  # a pattern is a program of the user, and may backtrack for years
+        call = partial(_grade_builtin, task, response)
+        return run_user_code(task.grader, call, task, seconds=seconds)
+    return _grade_builtin(task, response)
+
+
+def _grade_builtin(task: Task, response: str) -> Grade:
+    problem = GRADERS[task.grader or ""].grade(task, response)
     if problem is None:
         return Grade(score=1.0, passed=True, feedback="")
     return Grade(score=0.0, passed=False, feedback=problem)

@@ -127,8 +127,9 @@ def _attach(
 
 
 def _read_prompt(where: str, fields: Mapping[str, Any]) -> tuple[Message, ...] | None:
-    if "prompt" in fields and (fields.keys() & {"messages", "conversations"}):
-        raise TaskError(f"{where}: both `prompt` and `messages`; keep one of them")
+    if "prompt" in fields:
+        for name in fields.keys() & {"messages", "conversations"}:
+            raise TaskError(f"{where}: both `prompt` and `{name}`; keep one of them")
     if conversation := read_conversation(where, fields):
         return conversation
     prompt = fields.get("prompt")

@@ -19,9 +19,9 @@ from courtside.types import Split, Task
 
 KEYS = (
     "id", *layouts.KEYS, "answer", "privileged", "tags", "grader", "grader_args", "split",
-    "metadata",
+    "metadata", "score_chosen", "score_rejected",
 )  # fmt: skip
-"""`metadata` is for people and is not used."""
+"""`metadata` is for people, and the scores of TRL's pairs are those of a judge: not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

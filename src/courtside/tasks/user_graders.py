@@ -81,11 +81,16 @@ _timeouts: dict[str, int] = {}
 
 
 def run_grader(path: str, task: Task, response: str, *, seconds: float) -> Grade:
-    """The validated grade. A grader that raises or takes longer than `seconds` gives score 0 with
-    `Grade.error` set."""
+    """The validated grade of the function at `path`."""
     function = load_grader(path)
+    return run_user_code(path, lambda: function(response, task), task, seconds=seconds)
+
+
+def run_user_code(path: str, call: Callable[[], Any], task: Task, *, seconds: float) -> Grade:
+    """The validated grade that `call` returns. One that raises or takes longer than `seconds` gives
+    score 0 with `Grade.error` set. `path`: the grader's name."""
     try:
-        result = run_interruptibly(lambda: function(response, task), seconds)
+        result = run_interruptibly(call, seconds)
     except TimedOut:
         _timeouts[path] = _timeouts.get(path, 0) + 1
         problem = f"did not return within {seconds:g} seconds (tasks.grader_seconds)"

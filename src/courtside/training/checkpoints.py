@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from courtside.errors import CheckpointError, UserError
-from courtside.files import read_regular_file
+from courtside.files import read_regular_file, require_regular_file
 from courtside.ranks import ALONE, Ranks
 from courtside.training.optimizer import OffloadedAdamW
 from courtside.training.shards import is_sharded, local_rows, shard_like
@@ -257,6 +257,7 @@ def _delete(path: Path) -> None:
 
 
 def _checksum(path: Path) -> str:
+    require_regular_file(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

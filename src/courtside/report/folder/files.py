@@ -57,6 +57,17 @@ def replace_file(path: Path, content: bytes) -> None:
             raise
 
 
+def write_page(path: Path, page: bytes) -> None:
+    """Of a page that a user asked for, outside of any run. A UserError where it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, page)
+    except (OSError, RunError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        reason = getattr(cause, "strerror", None) or str(cause)
+        raise UserError(f"{path}: cannot be written ({reason}). Name another file") from None
+
+
 def replace_non_finite(value: Any) -> Any:
     """The same tree with None for NaN and the infinities, which JSON does not have."""
     if isinstance(value, float):
@@ -116,7 +127,7 @@ def read_lines(path: Path, required: str | None = None, *, numbers_only: bool = 
             raise _changed(path, number, f"not valid JSON ({error})") from None
         if not isinstance(row, dict):
             raise _changed(path, number, "not a JSON object")
-        if required is not None and type(row.get(required)) is not int:
+        if required is not None and not _is_count(row.get(required)):
             raise _changed(path, number, f"no `{required}` with a whole number")
         if numbers_only and (key := _find_non_number(row)) is not None:
             raise _changed(path, number, f"`{key}` is no number")
@@ -124,9 +135,19 @@ def read_lines(path: Path, required: str | None = None, *, numbers_only: bool = 
     return rows
 
 
+def _is_count(value: Any) -> bool:
+    """As steps are; larger ones would be an axis that nothing can draw."""
+    return type(value) is int and 0 <= value < 10**9
+
+
 def _find_non_number(row: Row) -> str | None:
-    """The first key whose value is neither a number nor null."""
-    return next((k for k, v in row.items() if v is not None and type(v) not in (int, float)), None)
+    """The first key whose value is neither a finite number nor null."""
+    return next((k for k, v in row.items() if v is not None and not is_finite_number(v)), None)
+
+
+def is_finite_number(value: Any) -> bool:
+    """Of a value from JSON, which may be NaN, or a whole number that no float holds."""
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def _changed(path: Path, number: int, reason: str) -> UserError:

@@ -74,6 +74,9 @@ FURTHER_EVALUATIONS = "further_evaluations.jsonl"
 class RunFolder(LockedFolder):
     """`open` locks the folder for writing until `close`; `read` opens it read-only."""
 
+    was_killed = False
+    """Whether the last process that opened the folder for writing ended without a word."""
+
     @classmethod
     def open(cls, path: str | Path, recipe: Recipe) -> RunFolder:
         """Create the folder, or resume a run with the same recipe up to `CHANGEABLE_FIELDS`."""
@@ -82,6 +85,8 @@ class RunFolder(LockedFolder):
         lock = acquire_lock(path)
         folder = cls(path, lock)
         try:
+            with explain_write_errors(path):
+                folder.was_killed = folder.mark_as_open()
             if folder._file(RECIPE).exists():
                 refuse_other_recipe(path, folder.recipe(), recipe)
             with explain_write_errors(path):
@@ -187,12 +192,22 @@ class RunFolder(LockedFolder):
         tree: dict[str, Any] = self._json("environment.json")
         return tree
 
+    def recorded_threads(self) -> int | None:
+        """Of the process that trained; None: none has."""
+        threads: int | None = self.environment().get("threads")
+        if threads is None or (type(threads) is int and threads > 0):
+            return threads
+        raise UserError(
+            f"{self._file('environment.json')}: threads = {threads!r} is no number of threads. "
+            "Correct it, or remove the file"
+        )
+
     def read_costs(self) -> dict[str, PhaseCost]:
         """Seconds, tokens and FLOPs by phase."""
         tree = self._json("costs.json")
         try:
-            return {phase: PhaseCost(**cost) for phase, cost in tree.items()}
-        except TypeError as error:
+            return {phase: PhaseCost.parse(cost) for phase, cost in tree.items()}
+        except (TypeError, ValueError) as error:
             path = self._file("costs.json")
             raise UserError(f"{path}: not as courtside writes it ({error}). Remove it") from None
 

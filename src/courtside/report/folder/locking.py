@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,10 +48,23 @@ class LockedFolder:
         """Use `open` or `read`. `lock` is a file descriptor; None: read-only."""
         self.path = path
         self._lock = lock
+        self._is_marked = False
+
+    def mark_as_open(self) -> bool:
+        """Leave a mark in the lock's file until `close`. Whether there was one: the last process
+        ended without a word, so that nothing could be said or saved."""
+        assert self._lock is not None
+        was_open = os.pread(self._lock, 1, 0) != b""
+        os.pwrite(self._lock, b"open\n", 0)
+        self._is_marked = True
+        return was_open
 
     def close(self) -> None:
         """Release the lock, as the end of the process does too."""
         if self._lock is not None:
+            if self._is_marked:
+                with suppress(OSError):  # a disk that went away: the mark stays
+                    os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from courtside.errors import UserError
 from courtside.files import require_regular_file
-from courtside.report.folder.files import replace_file
+from courtside.report.folder.files import is_finite_number, replace_file
 from courtside.types import (
     SCHEMA_VERSION,
     Evaluation,
@@ -347,11 +347,11 @@ def parse_evaluation(tree: Mapping[str, Any], where: str) -> Evaluation:
     try:
         return Evaluation(
             step=tree["step"],
-            policy=tree["policy"],
-            split=tree["split"],
-            **{name: _none_to_nan(tree[name]) for name in ("mean_score", "ci_low", "ci_high")},
-            metrics={name: _none_to_nan(value) for name, value in tree["metrics"].items()},
-            scores={task: _none_to_nan(score) for task, score in tree["scores"].items()},
+            policy=_require_text(tree["policy"]),
+            split=_require_text(tree["split"]),  # type: ignore[arg-type]
+            **{name: _parse_score(tree[name]) for name in ("mean_score", "ci_low", "ci_high")},
+            metrics={name: _parse_score(value) for name, value in tree["metrics"].items()},
+            scores={task: _parse_score(score) for task, score in tree["scores"].items()},
             samples=tuple(parse_trajectory(sample) for sample in tree["samples"]),
         )
     except (AttributeError, KeyError, TypeError) as error:
@@ -394,6 +394,19 @@ def _parse_grade(tree: Mapping[str, Any]) -> Grade:
 
 def _none_to_nan(value: float | None) -> float:
     return math.nan if value is None else value
+
+
+def _parse_score(value: float | None) -> float:
+    """JSON has no NaN: None stands for it."""
+    if value is not None and not is_finite_number(value):
+        raise TypeError(f"{value!r} is no number")
+    return _none_to_nan(value)
+
+
+def _require_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def _parse_floats(values: list[float | None] | None) -> tuple[float, ...] | None:
