@@ -107,4 +107,4 @@ def test_weights_that_do_not_arrive_end_all_ranks(two_ranks: Path) -> None:
     leader, other = outcomes(two_ranks / "two-wrong")
     assert (leader["reports"], other["reports"]) == (True, False)
     assert "does not sample with the student's weights of step 0" in leader["error"]
-    assert "RunError: rank 0: rollout.server.urls" in other["error"]
+    assert "ServerError: rank 0: rollout.server.urls" in other["error"]

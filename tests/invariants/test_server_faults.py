@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.small_runs import small_recipe
 from support.vllm_model import VllmModel
-from support.vllm_student import VllmStudent
+from support.vllm_sampler import VllmSampler
 from transformers import AutoModelForCausalLM
 
 from courtside.api import train
@@ -42,7 +42,7 @@ class Cluster:
         def load(folder: Path) -> Any:
             return AutoModelForCausalLM.from_pretrained(folder).eval()
 
-        self.students = [VllmStudent(load(student)) for _ in range(2)]
+        self.students = [VllmSampler(student) for _ in range(2)]
         self.teacher = VllmModel(load(teacher))
         self.servers = [*self.students, self.teacher]
         self.proxies = [Proxy(server.http.server_address[1]) for server in self.servers]

@@ -16,13 +16,10 @@ from support.vllm_stand_in import GENERATE, Response, VllmStandIn, respond
 class VllmModel(VllmStandIn):
     def __init__(self, model: Any, *, max_logprobs: int = 20):
         self.model, self.max_logprobs = model, max_logprobs
-        self.tokenizer = tiny_tokenizer()
-        super().__init__()
+        super().__init__(tokenizer=tiny_tokenizer())
 
     @torch.no_grad()
     def answer(self, path: str, body: Any) -> Response:
-        if path == "/detokenize":
-            return respond({"prompt": self.tokenizer.decode(body["tokens"])})
         if path == "/tokenize":
             return respond({"tokens": self._tokenize(body)})
         if path != GENERATE or "logprobs" in body["sampling_params"]:

@@ -1,5 +1,5 @@
 """An HTTP server that speaks vLLM's protocol and samples with the weights that it was given: LoRA
-adapters, or all weights from a folder."""
+adapters, or all weights from a folder. A sample follows from weights, prompt and seed alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from support.vllm_model import VllmModel
 from support.vllm_stand_in import GENERATE, Response, generated
 
 from courtside.engines.loading import load_adapter, load_model, merge_adapter
+
+
+LOADING = threading.Lock()
+"""transformers loads one model at a time: two threads at once leave a tied head out."""
 
 
 class VllmSampler(VllmModel):
@@ -37,7 +41,8 @@ class VllmSampler(VllmModel):
         random = torch.Generator().manual_seed(fields["seed"])
         ids, logps = [*prompt], []
         for _ in range(fields["max_tokens"]):
-            logp_V = self.model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+            logits_V = self.model(torch.tensor([ids])).logits[0, -1].float()
+            logp_V = (logits_V / fields["temperature"]).log_softmax(-1)
             ids.append(int(logp_V.exp().multinomial(1, generator=random)))
             logps.append(float(logp_V[ids[-1]]))
             if ids[-1] in fields["stop_token_ids"]:
@@ -47,10 +52,10 @@ class VllmSampler(VllmModel):
     def _load(self, folder: str, name: str) -> Any:
         if folder not in self._models:
             is_adapter = name in self.adapters
-            cpu = torch.device("cpu")
             source = str(self._start) if is_adapter or not folder else folder
-            model = load_model(source, dtype=torch.float32, device=cpu)
-            if is_adapter:
-                model = merge_adapter(load_adapter(model, Path(folder), source))
+            with LOADING:
+                model = load_model(source, dtype=torch.float32, device=torch.device("cpu"))
+                if is_adapter:
+                    model = merge_adapter(load_adapter(model, Path(folder), source))
             self._models[folder] = model
         return self._models[folder]
