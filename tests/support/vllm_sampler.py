@@ -13,7 +13,6 @@ from support.vllm_stand_in import GENERATE, Response, generated
 
 from courtside.engines.loading import load_adapter, load_model, merge_adapter
 
-
 LOADING = threading.Lock()
 """transformers loads one model at a time: two threads at once leave a tied head out."""
 
