@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -86,6 +86,15 @@ def plan(
             "with their turns.",
         ),
     ] = None,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            show_default=False,
+            help="What only grades decide about drafts, e.g. failed_fraction=0.4; once for each. "
+            "Unset: the most that it can cost.",
+        ),
+    ] = None,
     price_per_hour: Annotated[
         float | None,
         typer.Option(metavar="PRICE", show_default=False, help="Of one GPU, in any currency."),
@@ -95,7 +104,8 @@ def plan(
         typer.Option(
             metavar="RUN",
             show_default=False,
-            help="An earlier run on this kind of device: its lengths and speed replace defaults.",
+            help="An earlier run on this kind of device: its lengths, rates and speed replace "
+            "defaults.",
         ),
     ] = None,
     html: Annotated[
@@ -127,6 +137,7 @@ def plan(
         turns=turns,
         observation_tokens=observation_tokens,
         context_tokens=context_tokens,
+        assume=_parse_rates(assume or ()),
         price_per_hour=price_per_hour,
         run=from_run,
     )
@@ -144,6 +155,21 @@ def plan(
             print_table(part)
     if html is not None:
         typer.echo(f"\nPage: {html}")
+
+
+def _parse_rates(assignments: Sequence[str]) -> dict[str, float]:
+    from courtside.errors import PlanError
+
+    rates = {}
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        try:
+            rates[name.strip()] = float(value)
+        except ValueError:
+            raise PlanError(
+                f"--assume {assignment}: give NAME=VALUE with a number, e.g. failed_fraction=0.4"
+            ) from None
+    return rates
 
 
 def plan_tree(result: CostPlan) -> dict[str, Any]:

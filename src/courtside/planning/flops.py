@@ -7,8 +7,15 @@ matmul, attention and recomputation come on top. Times follow from the latter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from courtside.planning.corrections import (
+    Questions,
+    Rows,
+    count_takeovers,
+    list_questions,
+    ranks_by_teacher,
+)
 from courtside.planning.shapes import ModelShape
 from courtside.planning.workload import Workload
 from courtside.report.costs import forward_flops, training_flops
@@ -34,6 +41,18 @@ class PhaseFlops:
     head: float = 0.0
     recomputed: float = 0.0
     """The second forward pass of gradient checkpointing; its attention is in `attention`."""
+    student_tokens: float = 0.0
+    """Tokens through the student, as budgets count them."""
+    teacher_tokens: float = 0.0
+    """The same of teachers, the reference and the models of draft stages."""
+    calls: float = 0.0
+    """To endpoints, which compute elsewhere."""
+    endpoint_tokens: float = 0.0
+    """In and out of these calls."""
+
+    @property
+    def num_tokens(self) -> float:
+        return self.input_tokens + self.output_tokens
 
     @property
     def executed(self) -> float:
@@ -72,7 +91,94 @@ def rollout_flops(work: Workload) -> PhaseFlops:
         models.scorer, models.num_scorer, rows=work.num_teacher_rows,
         prompts=work.num_teacher_rows / work.group_size, work=work,
     )  # fmt: skip
-    return add_flops(student, teacher)
+    student = replace(student, student_tokens=student.input_tokens + student.output_tokens)
+    teacher = replace(teacher, teacher_tokens=teacher.input_tokens + teacher.output_tokens)
+    return add_flops(add_flops(student, teacher), mixed_sampling_flops(work))
+
+
+def mixed_sampling_flops(work: Workload) -> PhaseFlops:
+    """Of the teacher, which decodes what the student samples; a run counts it as input."""
+    rows, models, lengths = work.num_mixed_rows, work.models, work.lengths
+    prompt = lengths.prompt + lengths.context
+    tokens = rows * (prompt + lengths.new)
+    shape, attended = models.scorer, rows * (prompt + lengths.new) ** 2 / 2
+    return PhaseFlops(
+        input_tokens=tokens,
+        teacher_tokens=tokens,
+        counted=forward_flops(models.num_scorer, 1) * tokens,
+        layers=2.0 * shape.num_linear_parameters * tokens,
+        attention=attention_flops(shape, attended),
+        head=2.0 * shape.num_head_parameters * rows * lengths.new,
+    )
+
+
+# ── draft stages and take-overs ──────────────────────────────────────────────────────────────────
+
+
+def drafts_flops(work: Workload) -> PhaseFlops:
+    """Of draft stages: the teacher's scores of all drafts, questions to it or an endpoint."""
+    total = ranking_flops(work)
+    for questions in list_questions(work):
+        total = add_flops(total, question_flops(work, questions))
+    return total
+
+
+def ranking_flops(work: Workload) -> PhaseFlops:
+    """Of `choose` by the teacher's log-probs: all drafts, once more than for the losses."""
+    if not ranks_by_teacher(work):
+        return PhaseFlops()
+    rows, context = work.num_student_rows, work.lengths.context
+    counted = _count_teacher(work, rows * (work.lengths.sequence + context))
+    if not work.is_scored:
+        return counted
+    return add_flops(_forward(work, work.models.scorer, rows, context), counted)
+
+
+def question_flops(work: Workload, questions: Questions) -> PhaseFlops:
+    num_input = questions.number * questions.input_tokens
+    num_output = questions.number * questions.output_tokens
+    if questions.num_concurrent is not None:
+        return PhaseFlops(
+            input_tokens=num_input,
+            output_tokens=num_output,
+            teacher_tokens=num_input + num_output,
+            calls=questions.number,
+            endpoint_tokens=num_input + num_output,
+        )
+    return _write_flops(work, questions.number, questions.input_tokens, questions.output_tokens)
+
+
+def takeover_flops(work: Workload) -> PhaseFlops:
+    """Of the teacher's sampling; what it made is scored and trained with the other rows."""
+    if (takeovers := count_takeovers(work)) is None:
+        return PhaseFlops()
+    num_input = work.lengths.prompt + work.lengths.context + takeovers.prefix + takeovers.observed
+    return _write_flops(work, takeovers.number, num_input, takeovers.new)
+
+
+def _write_flops(work: Workload, number: float, num_input: float, num_output: float) -> PhaseFlops:
+    """Of the teacher, which writes `number` texts after prompts of their own."""
+    shape, tokens = work.models.scorer, number * (num_input + num_output)
+    counted = _count_teacher(work, tokens)
+    executed = PhaseFlops(
+        layers=2.0 * shape.num_linear_parameters * tokens,
+        attention=attention_flops(shape, tokens * (num_input + num_output) / 2),
+        head=2.0 * shape.num_head_parameters * number * num_output,
+    )
+    return replace(
+        add_flops(counted, executed if work.is_scored else PhaseFlops()),
+        input_tokens=number * num_input,
+        output_tokens=number * num_output,
+    )
+
+
+def _count_teacher(work: Workload, num_tokens: float) -> PhaseFlops:
+    """Of tokens through the teacher; one behind a server computes elsewhere."""
+    flops = forward_flops(work.models.num_scorer, 1) * num_tokens if work.is_scored else 0.0
+    return PhaseFlops(input_tokens=num_tokens, teacher_tokens=num_tokens, counted=flops)
+
+
+# ── reader, teacher, update ──────────────────────────────────────────────────────────────────────
 
 
 def reader_flops(work: Workload) -> PhaseFlops:
@@ -96,29 +202,41 @@ def reader_flops(work: Workload) -> PhaseFlops:
 
 def teacher_flops(work: Workload) -> PhaseFlops:
     """Scoring of all trajectories, and of the reference where a loss compares with it."""
-    models, rows, lengths = work.models, work.num_rows, work.lengths
+    models = work.models
     total = PhaseFlops()
+    if work.recipe.model_teachers:
+        tokens = sum(
+            rows.number * rows.scored * _num_scored_tokens(work, rows) for rows in work.rows
+        )
+        total = _count_teacher(work, tokens)
     if work.is_scored:
-        tokens = rows * ((0.0 if work.defers_hints else lengths.sequence) + lengths.context)
-        scored = _forward(work, models.scorer, extra=0.0 if work.recipe.reader else lengths.context)
+        context = 0.0 if work.recipe.reader else work.lengths.context
+        scored = _forward(work, models.scorer, work.num_scored_rows, context)
         if work.recipe.reader is not None:
             scored = _branches(work, with_trunk=not work.defers_hints)
-        counted = forward_flops(models.num_scorer, 1) * tokens
-        total = add_flops(scored, PhaseFlops(input_tokens=tokens, counted=counted))
+        total = add_flops(total, scored)
     if work.recipe.needs_reference:
-        tokens = rows * lengths.sequence
+        tokens = sum(rows.number * rows.length for rows in work.rows)
         counted = forward_flops(models.num_student, 1) * tokens
-        reference = PhaseFlops(input_tokens=tokens, counted=counted)
-        total = add_flops(total, add_flops(_forward(work, models.student), reference))
+        reference = PhaseFlops(input_tokens=tokens, counted=counted, teacher_tokens=tokens)
+        forward = _forward(work, models.student, work.num_all_rows)
+        total = add_flops(total, add_flops(forward, reference))
     return total
 
 
-def _forward(work: Workload, shape: ModelShape, extra: float = 0.0) -> PhaseFlops:
+def _num_scored_tokens(work: Workload, rows: Rows) -> float:
+    """Of one row, with context or hints. The update's own pass is the trunk of deferred hints."""
+    if work.recipe.reader is not None and not rows.is_sampled:
+        return rows.length
+    return work.lengths.context + (0.0 if work.defers_hints else rows.length)
+
+
+def _forward(work: Workload, shape: ModelShape, num_rows: float, extra: float = 0.0) -> PhaseFlops:
     """A forward pass with the logits of every sampled token."""
     return PhaseFlops(
-        layers=2.0 * shape.num_linear_parameters * work.num_computed(extra),
-        attention=attention_flops(shape, work.num_attended(extra)),
-        head=2.0 * shape.num_head_parameters * work.num_rows * work.lengths.new,
+        layers=2.0 * shape.num_linear_parameters * work.num_computed(num_rows, extra),
+        attention=attention_flops(shape, work.num_attended(num_rows, extra)),
+        head=2.0 * shape.num_head_parameters * num_rows * work.lengths.new,
     )
 
 
@@ -130,18 +248,20 @@ def _branches(work: Workload, *, with_trunk: bool) -> PhaseFlops:
         attention=attention_flops(shape, tokens * work.lengths.sequence / 2),
         head=2.0 * shape.num_head_parameters * tokens,
     )
-    return add_flops(branches, _forward(work, shape)) if with_trunk else branches
+    num_trunks = work.num_scored_rows if with_trunk else work.num_scored_rows - work.num_rows
+    return add_flops(branches, _forward(work, shape, max(0.0, num_trunks)))
 
 
 def update_flops(work: Workload) -> PhaseFlops:
     """Forward and backward pass, LM head with its divergence, recomputation."""
     models, shape = work.models, work.models.student
     # The last token predicts nothing.
-    tokens = work.num_rows * (work.lengths.sequence - 1)
-    positions = work.num_rows * work.lengths.num_trained
-    forward = 2.0 * shape.num_linear_parameters * work.num_computed()
-    attention = attention_flops(shape, work.num_attended())
-    adapter = 2.0 * (models.num_adapter or 0) * work.num_computed()
+    tokens = sum(rows.number * rows.trained * (rows.length - 1) for rows in work.rows)
+    positions = sum(rows.number * rows.trained * rows.num_trained for rows in work.rows)
+    num_computed = work.num_computed(work.num_trained_rows)
+    forward = 2.0 * shape.num_linear_parameters * num_computed
+    attention = attention_flops(shape, work.num_attended(work.num_trained_rows))
+    adapter = 2.0 * (models.num_adapter or 0) * num_computed
     weight_gradients = forward if models.num_adapter is None else adapter
     # Logits, gradients of the hidden states and, unless it is frozen, of the head.
     head = (6.0 if models.trains_head else 4.0) * shape.num_head_parameters * positions
@@ -150,6 +270,7 @@ def update_flops(work: Workload) -> PhaseFlops:
     recomputes = work.recipe.student.gradient_checkpointing
     return PhaseFlops(
         input_tokens=tokens,
+        student_tokens=tokens,
         counted=training_flops(models.num_student, 1, models.num_trained) * tokens,
         layers=2 * (forward + adapter) + weight_gradients,
         attention=(1 + ATTENTION_BACKWARD + recomputes) * attention,

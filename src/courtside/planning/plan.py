@@ -14,6 +14,7 @@ from courtside.planning.gpus import Device, find_device
 from courtside.planning.lengths import KnownLengths, MeasuredTasks, choose_lengths, measure_tasks
 from courtside.planning.measured import MeasuredRun, read_run
 from courtside.planning.models import resolve_shapes
+from courtside.planning.rates import describe_rates, make_rates, refuse_unused_rates
 from courtside.planning.timing import Utilisation, default_utilisation
 from courtside.planning.workload import Lengths, PlannedModels, Workload, plan_models
 from courtside.recipe import Recipe
@@ -28,17 +29,8 @@ PAPER_NOTE = (
 OTHER_GPU_NOTE = (
     "times were measured on an H200 and two CPU cores only; for this GPU they are scaled"
 )
-TAKEOVER_NOTE = (
-    "take-overs are left out: how many drafts the teacher continues, and how many continuations "
-    "train, is known when they are graded"
-)
-DRAFTS_NOTE = (
-    "draft stages are left out: what judges, rewriters and critics write, and how many repairs "
-    "train, is known when they are graded; chosen pairs cost what their samples do"
-)
 MIXED_SAMPLING_NOTE = (
-    "mixed sampling is counted as sampling by the student alone; it decodes eagerly, with a pass "
-    "of the teacher a token, and takes longer"
+    "mixed sampling decodes eagerly, with a pass of each model a token; its time was not measured"
 )
 HINTS_NOTE = "hints cost what their number and length are: assumed here, measured by a run"
 
@@ -96,6 +88,7 @@ def plan(
     turns: float | None = None,
     observation_tokens: float | None = None,
     context_tokens: float | None = None,
+    assume: Mapping[str, float] | None = None,
     price_per_hour: float | None = None,
     run: str | Path | None = None,
 ) -> CostPlan:
@@ -104,7 +97,8 @@ def plan(
     `recipe`: also a TOML file, or the name of a built-in recipe. `shape`, `teacher_shape`: of
     models whose files are not at hand. Tokens that are not given are measured on the recipe's tasks
     or assumed, which the plan says; `new_tokens` and `observation_tokens` are those of one turn.
-    `run`: an earlier run on the same kind of device, whose lengths and seconds replace defaults.
+    `assume`: what only grades decide, by the names of `--assume`, e.g. `failed_fraction`. `run`: an
+    earlier run on the same kind of device, whose lengths, rates and seconds replace defaults.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(require_path(recipe, "plan: recipe", f"a Recipe, {RECIPE_PATH}"))
@@ -121,13 +115,22 @@ def plan(
         raise PlanError(f"--price-per-hour {price_per_hour:g}: give the price of a GPU and hour")
     student, teachers = resolve_shapes(recipe, shape=shape, teacher_shape=teacher_shape)
     models = plan_models(recipe, student, teachers, device)
+    explicit, measured_rates = assume or {}, dict[str, float]()
+    refuse_unused_rates(explicit, [recipe])
     measured: MeasuredRun | None = None
     if run is not None:
         measured = read_run(require_path(run, "plan: run", "the path of a run folder"), device)
         lengths = measured.fill(lengths, recipe)
+        measured_rates = measured.choose_rates(recipe)
     measure = partial(_measure_or_explain, recipe)
     chosen, assumptions = choose_lengths(recipe, lengths, measure)
-    work = Workload(recipe=recipe, models=models, lengths=chosen, device=device, num_gpus=num_gpus)
+    work = Workload(
+        recipe=recipe, models=models, lengths=chosen, device=device, num_gpus=num_gpus,
+        rates=make_rates({**measured_rates, **explicit}),
+    )  # fmt: skip
+    assumptions += describe_rates(
+        work, explicit, measured_rates, "" if measured is None else measured.path.name
+    )
     factors = measured.factors if measured is not None else {}
     utilisation = default_utilisation(work)
     run_estimate = partial(estimate, factors=factors)
@@ -182,10 +185,6 @@ def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
         notes.append("a teacher behind servers costs nothing here; its own cost is left out")
     if work.recipe.rollout.server is not None:
         notes.append("rollout.server samples elsewhere; the rollout is planned as if it were here")
-    if work.recipe.takeover is not None:
-        notes.append(TAKEOVER_NOTE)
-    if work.recipe.drafts:
-        notes.append(DRAFTS_NOTE)
     if work.recipe.rollout.mixed_sampling is not None:
         notes.append(MIXED_SAMPLING_NOTE)
     return notes

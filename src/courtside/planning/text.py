@@ -34,7 +34,7 @@ def phase_rows(plan: CostPlan) -> Rows:
     """Of a step; then all steps, and the evaluations."""
     estimate = plan.estimate
     columns = ["a step", "time", "tokens in", "tokens out", "FLOPs", "executed", "of the peak"]
-    rows = [_phase_row(phase.name, phase, plan) for phase in estimate.phases if phase.seconds]
+    rows = [_phase_row(phase.name, phase, plan) for phase in estimate.phases]
     step = PhaseEstimate(name="", flops=estimate.step_flops, seconds=estimate.step_seconds)
     rows.append(_phase_row("whole step", step, plan))
     steps = PhaseEstimate(
@@ -59,7 +59,7 @@ def _phase_row(name: str, phase: PhaseEstimate, plan: CostPlan) -> list[str]:
     rate = plan.device.flops * plan.num_gpus * phase.seconds
     return [
         name,
-        format_duration(phase.seconds),
+        format_duration(phase.seconds) if phase.seconds else "–",
         _count(flops.input_tokens),
         _count(flops.output_tokens),
         _count(flops.counted),
@@ -99,6 +99,14 @@ def summary_lines(plan: CostPlan) -> list[str]:
     )
     if estimate.host_bytes:
         lines.append(f"main memory for AdamW's moments: {_gib(estimate.host_bytes)} GiB, pinned")
+    if estimate.budget_end is not None:
+        lines.append(f"ends after {estimate.steps:,} steps by its budget: {estimate.budget_end}")
+    if estimate.step_flops.calls:
+        calls, tokens = estimate.step_flops.calls, estimate.step_flops.endpoint_tokens
+        lines.append(
+            f"calls to endpoints: {_count(calls)} a step, {_count(calls * estimate.steps)} in all, "
+            f"with {_count(tokens * estimate.steps)} tokens; their FLOPs and price are not here"
+        )
     lines += [f"{name}: {rate}" for name, rate in _rates(plan)]
     hours = f"{format_duration(estimate.seconds)} = {plan.hours:,.3g} h"
     if plan.num_gpus > 1:
@@ -115,7 +123,8 @@ def summary_lines(plan: CostPlan) -> list[str]:
 def _rates(plan: CostPlan) -> list[tuple[str, str]]:
     rates = []
     for phase in plan.estimate.phases:
-        tokens = phase.flops.output_tokens or phase.flops.input_tokens
+        is_sampling = phase.name == "rollout"
+        tokens = phase.flops.output_tokens if is_sampling else phase.flops.num_tokens
         if tokens and phase.seconds:
             rates.append((phase.name, f"{format_number(tokens / phase.seconds)} tokens/s"))
     return rates

@@ -7,20 +7,22 @@ those of CPUs on two cores; docs/plan.md has every row and what it was off by.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
+from courtside.planning.corrections import count_takeovers, list_questions, ranks_by_teacher
 from courtside.planning.flops import (
     PhaseFlops,
     attention_flops,
     evaluation_flops,
+    ranking_flops,
     reader_flops,
     teacher_flops,
     update_flops,
 )
-from courtside.planning.memory import ITEM_SIZE, kv_bytes_per_token, num_cache_rows
+from courtside.planning.memory import ITEM_SIZE, kv_bytes_per_token, kv_cache_tokens, num_cache_rows
 from courtside.planning.shapes import ModelShape
-from courtside.planning.workload import PASS_TOKENS, Workload
+from courtside.planning.workload import PASS_TOKENS, Lengths, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +155,9 @@ def _prefill_seconds(
 
 
 def rollout_seconds(work: Workload, use: Utilisation) -> float:
-    total = 0.0
+    total = mixed_sampling_seconds(work, use)
     shapes = (
-        (work.models.student, work.num_student_rows),
+        (work.models.student, work.num_student_rows - work.num_mixed_rows),
         (work.models.scorer, work.num_teacher_rows),
     )
     for shape, rows in shapes:
@@ -169,13 +171,31 @@ def rollout_seconds(work: Workload, use: Utilisation) -> float:
     return total
 
 
+def mixed_sampling_seconds(work: Workload, use: Utilisation) -> float:
+    """Two models decode eagerly, one after the other; each layer is launched as in a forward pass.
+    Both KV caches share one budget, so half as many rows are decoded at a time."""
+    if not (rows := work.num_mixed_rows):
+        return 0.0
+    eager = replace(use, decode_layer_seconds=max(use.decode_layer_seconds, use.pass_layer_seconds))
+    lengths, rollout = work.lengths, work.recipe.rollout
+    halved = rollout.model_copy(update={"kv_cache_tokens": max(1, kv_cache_tokens(work) // 2)})
+    half = replace(work, recipe=work.recipe.model_copy(update={"rollout": halved}))
+    total = 0.0
+    for shape, context in ((work.models.student, 0.0), (work.models.scorer, lengths.context)):
+        alone = replace(half, lengths=replace(lengths, prompt=lengths.prompt + context))
+        total += _prefill_seconds(shape, alone, use, prompts=rows / work.group_size, rows=rows)
+        total += decode_seconds(shape, alone, eager, rows=rows, new=lengths.new, group_size=1)
+    return total
+
+
 def _pass_seconds(
     flops: PhaseFlops, shape: ModelShape, work: Workload, use: Utilisation, *, limit: int,
+    num_rows: float,
     num_forward: float,
     extra: float = 0.0,
 ) -> float:  # fmt: skip
     """`num_forward`: forward passes that one costs as much as; a backward pass counts as two."""
-    passes, _ = work.pack(limit, extra)
+    passes, _ = work.pack(limit, num_rows, extra)
     overhead = passes * shape.num_layers * use.pass_layer_seconds * num_forward
     return execution_seconds(flops, work, use) + overhead
 
@@ -192,45 +212,99 @@ def reader_seconds(work: Workload, use: Utilisation) -> float:
     )  # fmt: skip
 
 
+def drafts_seconds(work: Workload, use: Utilisation) -> float:
+    """Of draft stages. An endpoint's calls take what `call_seconds` says."""
+    seconds = 0.0
+    if ranks_by_teacher(work) and work.is_scored:
+        seconds += _pass_seconds(
+            ranking_flops(work),
+            work.models.scorer,
+            work,
+            use,
+            limit=PASS_TOKENS[work.device.is_gpu],
+            num_rows=work.num_student_rows,
+            num_forward=1,
+            extra=work.lengths.context,
+        )
+    for questions in list_questions(work):
+        if questions.num_concurrent is not None:
+            rounds = questions.number / questions.num_concurrent
+            seconds += rounds * (work.rates.call_seconds or 0.0)
+        else:
+            lengths = Lengths(prompt=questions.input_tokens, new=max(1, questions.output_tokens))
+            seconds += _writing_seconds(work, use, questions.number, lengths)
+    return seconds
+
+
+def takeover_seconds(work: Workload, use: Utilisation) -> float:
+    if (takeovers := count_takeovers(work)) is None:
+        return 0.0
+    lengths = work.lengths
+    share = takeovers.new / lengths.new
+    played = Lengths(
+        prompt=lengths.prompt + lengths.context + takeovers.prefix,
+        new=max(1.0, takeovers.new),
+        observed=takeovers.observed,
+        turns=max(1.0, lengths.turns * share),
+    )
+    seconds = _writing_seconds(work, use, takeovers.number, played)
+    return seconds + TURN_SECONDS * takeovers.number * (played.turns - 1)
+
+
+def _writing_seconds(work: Workload, use: Utilisation, number: float, lengths: Lengths) -> float:
+    """Of a teacher in this process, which writes `number` texts after prompts of their own."""
+    if not work.is_scored or not number:
+        return 0.0
+    shape, alone = work.models.scorer, replace(work, lengths=lengths)
+    prefill = _prefill_seconds(shape, alone, use, prompts=number, rows=number)
+    return prefill + decode_seconds(shape, alone, use, rows=number, new=lengths.new, group_size=1)
+
+
 def teacher_seconds(work: Workload, use: Utilisation) -> float:
     if not work.is_scored and not work.recipe.needs_reference:
         return 0.0
     limit = PASS_TOKENS[work.device.is_gpu]
     # Hints before the update: the trunks' passes, and those of their branches.
     is_tree = work.recipe.reader is not None and not work.defers_hints
+    num_rows = work.num_scored_rows if work.is_scored else work.num_all_rows
     seconds = _pass_seconds(
         teacher_flops(work),
         work.models.scorer,
         work,
         use,
         limit=limit,
+        num_rows=num_rows,
         num_forward=2 if is_tree else 1,
         extra=0.0 if work.recipe.reader else work.lengths.context,
     )
-    return seconds + _gather_seconds(work, work.models.scorer, limit, times=1)
+    return seconds + _gather_seconds(work, work.models.scorer, limit, num_rows, times=1)
 
 
 def update_seconds(work: Workload, use: Utilisation) -> float:
     shape, recipe, device = work.models.student, work.recipe, work.device
     num_forward = 4 if recipe.student.gradient_checkpointing else 3
     limit = work.micro_batch_tokens
+    num_rows = work.num_trained_rows
     seconds = _pass_seconds(
-        update_flops(work), shape, work, use, limit=limit, num_forward=num_forward
-    )
+        update_flops(work), shape, work, use, limit=limit, num_rows=num_rows,
+        num_forward=num_forward,
+    )  # fmt: skip
     trained = work.models.num_trained / work.num_gpus
     # Weight, gradient and two moments in float32, read and written.
     seconds += 28.0 * trained / (use.bandwidth * device.bandwidth)
     if recipe.train.optimizer_offload and device.is_gpu:
         seconds += 8.0 * trained / (HOST_LINK_SHARE * device.host_link)
     # Forward, backward and the reduced gradients.
-    return seconds + _gather_seconds(work, shape, limit, times=num_forward)
+    return seconds + _gather_seconds(work, shape, limit, num_rows, times=num_forward)
 
 
-def _gather_seconds(work: Workload, shape: ModelShape, limit: int, *, times: float) -> float:
+def _gather_seconds(
+    work: Workload, shape: ModelShape, limit: int, num_rows: float, *, times: float
+) -> float:
     """Sharded weights are gathered in every pass; nothing of it is hidden behind the matmuls."""
     if work.num_gpus == 1:
         return 0.0
-    passes, _ = work.pack(limit)
+    passes, _ = work.pack(limit, num_rows)
     remote = (work.num_gpus - 1) / work.num_gpus * 2.0 * shape.num_parameters
     link = work.device.link if work.num_replicas == 1 else min(work.device.link, NETWORK)
     return passes * times * remote / link
@@ -254,10 +328,11 @@ def estimate_seconds(work: Workload, use: Utilisation) -> Timing:
     recipe = work.recipe
     phases = {
         "rollout": rollout_seconds(work, use),
+        "drafts": drafts_seconds(work, use),
         "reader": reader_seconds(work, use),
-        "teacher": teacher_seconds(work, use),
+        "teacher": takeover_seconds(work, use) + teacher_seconds(work, use),
         "update": update_seconds(work, use),
-        "record": RECORD_SECONDS * work.num_rows * work.lengths.sequence,
+        "record": RECORD_SECONDS * work.num_all_rows * work.lengths.sequence,
     }
     has_teacher = recipe.evaluate.teacher and work.is_scored and recipe.reader is None
     return Timing(

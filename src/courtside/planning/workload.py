@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import mean
 
 from courtside.errors import PlanError
+from courtside.planning.corrections import Rates, Rows, list_rows
 from courtside.planning.gpus import Device
 from courtside.planning.shapes import ModelShape
 from courtside.recipe import Recipe
@@ -108,7 +110,7 @@ class PlannedModels:
         return round(mean(teacher.shape.num_parameters for teacher in self.teachers))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for the cached property
 class Workload:
     """The sizes of one step, from a recipe and its lengths."""
 
@@ -118,6 +120,10 @@ class Workload:
     device: Device
     num_gpus: int = 1
     """GPUs that share the rows of a step and the states of the models."""
+    rates: Rates = field(default_factory=Rates)
+    """Of corrections."""
+    num_steps: int | None = None
+    """Over which a changing mix is averaged, where a budget ends the run. None: train.steps."""
 
     @property
     def decode_shards(self) -> int:
@@ -131,20 +137,20 @@ class Workload:
 
     @property
     def num_rows(self) -> float:
-        """Trajectories of a step; the mean over steps where the mix changes."""
+        """Trajectories of a step without corrections; the mean over steps where the mix changes."""
         return self.num_student_rows + self.num_teacher_rows + self.num_dataset_rows
 
     @property
     def num_student_rows(self) -> float:
         """Trajectories that the student samples."""
-        return self._num_sampled_prompts * self.recipe.rollout.samples_per_prompt
+        return self.num_sampled_prompts * self.recipe.rollout.samples_per_prompt
 
     @property
     def num_teacher_rows(self) -> float:
         """Trajectories that the teacher samples."""
         if self.recipe.tasks.is_recorded or self.recipe.rollout.off_policy != "teacher":
             return 0.0
-        prompts = self.recipe.train.prompts_per_step - self._num_sampled_prompts
+        prompts = self.recipe.train.prompts_per_step - self.num_sampled_prompts
         return prompts * self.recipe.rollout.samples_per_prompt
 
     @property
@@ -154,7 +160,7 @@ class Workload:
             return float(self.recipe.train.prompts_per_step)
         if self.recipe.rollout.off_policy != "dataset":
             return 0.0
-        prompts = self.recipe.train.prompts_per_step - self._num_sampled_prompts
+        prompts = self.recipe.train.prompts_per_step - self.num_sampled_prompts
         return prompts * self._num_completions
 
     @property
@@ -163,13 +169,55 @@ class Workload:
         return 2 if any(loss.kind == "preference" for loss in self.recipe.losses) else 1
 
     @property
-    def _num_sampled_prompts(self) -> float:
+    def num_sampled_prompts(self) -> float:
         """Prompts of a step that the student answers; the mean over the steps."""
         if self.recipe.tasks.is_recorded:
             return 0.0
-        prompts, rollout = self.recipe.train.prompts_per_step, self.recipe.rollout
-        steps = range(self.recipe.train.steps)
-        return mean(round(prompts * rollout.student_fraction_at(step)) for step in steps)
+        return mean(map(self._count_sampled_prompts, self._steps))
+
+    def _count_sampled_prompts(self, step: int) -> int:
+        fraction = self.recipe.rollout.student_fraction_at(step)
+        return round(self.recipe.train.prompts_per_step * fraction)
+
+    @property
+    def _steps(self) -> range:
+        return range(self.num_steps or self.recipe.train.steps)
+
+    @property
+    def num_mixed_rows(self) -> float:
+        """Of the student's trajectories: those that the teacher samples with it."""
+        config, rollout = self.recipe.rollout.mixed_sampling, self.recipe.rollout
+        if config is None or self.recipe.tasks.is_recorded:
+            return 0.0
+        prompts = mean(
+            round(config.fraction_at(step) * self._count_sampled_prompts(step))
+            for step in self._steps
+        )
+        return prompts * rollout.samples_per_prompt
+
+    @cached_property
+    def rows(self) -> tuple[Rows, ...]:
+        """What a step scores and trains, corrections included."""
+        return list_rows(self)
+
+    @property
+    def num_all_rows(self) -> float:
+        """All of it, in trajectories of mean length."""
+        return self._count_whole((1.0, rows) for rows in self.rows)
+
+    @property
+    def num_scored_rows(self) -> float:
+        """The same of what the teacher scores."""
+        return self._count_whole((rows.scored, rows) for rows in self.rows)
+
+    @property
+    def num_trained_rows(self) -> float:
+        """The same of what is in the update."""
+        return self._count_whole((rows.trained, rows) for rows in self.rows)
+
+    def _count_whole(self, groups: Iterable[tuple[float, Rows]]) -> float:
+        tokens = sum(fraction * rows.number * rows.length for fraction, rows in groups)
+        return tokens / self.lengths.sequence
 
     @property
     def is_scored(self) -> bool:
@@ -224,26 +272,27 @@ class Workload:
         """Of a trajectory, after its prompt."""
         return self.lengths.new + self.lengths.observed
 
-    def num_computed(self, extra: float = 0.0) -> float:
-        """Tokens of the forward passes over all trajectories, shared prompts counted once.
+    def num_computed(self, rows: float, extra: float = 0.0) -> float:
+        """Tokens of the forward passes over `rows` trajectories, shared prompts counted once.
         `extra`: more tokens of each sequence."""
-        groups = self.num_rows / self.group_size
+        groups = rows / self.group_size
         return groups * (self.lengths.prompt + extra + self.group_size * self.suffix_tokens)
 
-    def num_attended(self, extra: float = 0.0) -> float:
+    def num_attended(self, rows: float, extra: float = 0.0) -> float:
         """Pairs of a token and one that it attends to, in all of these passes."""
         prefix, suffix = self.lengths.prompt + extra, self.suffix_tokens
         suffix_pairs = self.group_size * suffix * (prefix + suffix / 2)
-        return self.num_rows / self.group_size * (prefix**2 / 2 + suffix_pairs)
+        return rows / self.group_size * (prefix**2 / 2 + suffix_pairs)
 
     @property
     def micro_batch_tokens(self) -> int:
         return self.recipe.train.micro_batch_tokens or PASS_TOKENS[self.device.is_gpu]
 
-    def pack(self, limit: int, extra: float = 0.0) -> tuple[int, float]:
-        """Passes of at most `limit` tokens on each GPU, and the tokens of a full one."""
+    def pack(self, limit: int, num_rows: float, extra: float = 0.0) -> tuple[int, float]:
+        """`num_rows` trajectories as passes of at most `limit` tokens on each GPU, and the tokens
+        of a full one."""
         prompt = self.lengths.prompt + extra
-        rows = max(1, round(self.num_rows / self.num_gpus))
+        rows = max(1, round(num_rows / self.num_gpus))
         per_group = prompt + self.group_size * self.suffix_tokens
         if per_group <= limit:
             groups = max(1, rows // self.group_size)

@@ -381,16 +381,78 @@ def test_a_plan_of_known_shapes_loads_no_torch(recipe_file: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_left_out_is_said() -> None:
+# ── corrections ──────────────────────────────────────────────────────────────────────────────────
+
+SERVER = {"base_url": "http://localhost:1/v1", "model": "big", "max_concurrency": 4}
+REWRITE = {"kind": "rewrite", "endpoint": SERVER, "max_new_tokens": 100}
+IMITATE = [{"kind": "cross_entropy", "on": "teacher"}, {"kind": "divergence", "on": "student"}]
+TAKEOVER = ("takeover.at=random", 'losses=[{kind="cross_entropy", on="teacher"}]')
+
+
+def test_mixed_sampling_says_that_its_time_is_not_measured() -> None:
     rollout = {"samples_per_prompt": 4, "max_new_tokens": 512, "mixed_sampling": {"top_k": 20}}
-    plain = plan(make_recipe(), gpu="h200", **PROMPTS)
-    assert not any("take-over" in note or "mixed" in note for note in plain.notes)
-    both = plan(make_recipe(takeover={}, rollout=rollout), gpu="h200", **PROMPTS)
-    assert any("take-overs are left out" in note for note in both.notes)
-    assert any("mixed sampling is counted as" in note for note in both.notes)
-    losses = [{"kind": "preference"}]
-    drafts = plan(
-        make_recipe(drafts=[{"kind": "choose"}], losses=losses, teacher=None), gpu="h200", **PROMPTS
-    )
-    assert any("draft stages are left out" in note for note in drafts.notes)
-    assert not any("draft stages" in note for note in plain.notes)
+    plain, mixed = (plan(make_recipe(**c), **PROMPTS) for c in ({}, {"rollout": rollout}))
+    assert any("mixed sampling decodes eagerly" in note for note in mixed.notes)
+    assert not any("mixed" in note for note in plain.notes)
+    before, after = (result.estimate for result in (plain, mixed))
+    assert after.phases[0].seconds > 2 * before.phases[0].seconds
+    assert "teacher's KV cache" in after.memory[0].parts
+    # Both caches are within the budget of one.
+    assert after.phases[1] == before.phases[1] and after.phases[2] == before.phases[2]
+
+
+def test_calls_to_an_endpoint_are_counted_as_calls() -> None:
+    recipe = make_recipe(drafts=[REWRITE], losses=IMITATE)
+    assume = {"failed_fraction": 0.5, "question_tokens": 900, "reply_tokens": 60}
+    most = plan(recipe, **PROMPTS)
+    result = plan(recipe, assume=assume | {"call_seconds": 2.0}, **PROMPTS)
+    (drafts,) = (phase for phase in result.estimate.phases if phase.name == "drafts")
+    assert drafts.flops.counted == drafts.flops.executed == 0
+    assert drafts.flops.calls == 64 * 4 * 0.5
+    assert (drafts.flops.input_tokens, drafts.flops.output_tokens) == (128 * 900, 128 * 60)
+    assert drafts.seconds == 128 / 4 * 2.0
+    (drafts,) = (phase for phase in most.estimate.phases if phase.name == "drafts")
+    assert drafts.flops.calls == 256 and drafts.flops.output_tokens == 256 * 100
+    assert any("calls take no time (assumed" in line for line in most.assumptions)
+    assert any(line.startswith("50% of the drafts fail (given)") for line in result.assumptions)
+    assert not any("drafts" in memory.phase for memory in result.estimate.memory)
+
+
+def test_a_teacher_that_writes_takes_time_and_memory() -> None:
+    recipe = make_recipe(drafts=[REWRITE | {"endpoint": None}], losses=IMITATE, takeover={})
+    result = plan(recipe, **PROMPTS).estimate
+    assert [memory.phase for memory in result.memory] == [
+        "rollout", "drafts", "take-over", "teacher", "update",
+    ]  # fmt: skip
+    assert all(memory.parts["KV cache"] > 0 for memory in result.memory[:3])
+    drafts = next(phase for phase in result.phases if phase.name == "drafts")
+    assert drafts.seconds > 0 and drafts.flops.executed > 0 and drafts.flops.calls == 0
+    half = plan(recipe, assume={"failed_fraction": 0.5}, **PROMPTS).estimate
+    assert half.step_flops.counted < 0.65 * result.step_flops.counted
+
+
+@pytest.mark.parametrize(
+    ("changes", "assume", "message"),
+    [
+        ((), "failed_fraction=0.5", "nothing in this recipe depends on it. Remove it"),
+        (TAKEOVER, "pair_fraction=1", "It depends on failed_fraction, "),
+        (TAKEOVER, "failed_fraction=1.5", "give a number from 0 to 1 "),
+        (TAKEOVER, "prefix_tokens=-1", "give a number from 0 to "),
+        (TAKEOVER, "failed=1", "--assume failed: is not known. Known: failed_fraction, "),
+        (TAKEOVER, "failed_fraction", "give NAME=VALUE with a number"),
+    ],
+)
+def test_rates_that_cannot_be_are_refused(
+    changes: tuple[str, ...], assume: str, message: str, recipe_file: Path
+) -> None:
+    args = (str(recipe_file), *changes, "--prompt-tokens", "100", "--assume", assume)
+    done = run_command(*args)
+    assert done.exit_code == 2 and message in done.stderr.replace("\n", " ")
+
+
+def test_the_command_says_how_a_budget_ends_the_run(recipe_file: Path) -> None:
+    args = (str(recipe_file), "--prompt-tokens", "100", "train.max_student_tokens=100000")
+    text = run_command(*args).stdout
+    # 64 samples of 228 tokens, sampled and trained: 29 thousand a step.
+    assert "ends after 4 steps by its budget: train.max_student_tokens = 100k, of which a" in text
+    assert "4 steps" in text and "50 steps" not in text
