@@ -14,6 +14,7 @@ from courtside.cli.commands import Json, Overrides, RecipeName
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from courtside.planning.pipeline import PipelinePlan
     from courtside.planning.plan import CostPlan
 
 GIB = 2**30
@@ -114,37 +115,47 @@ def plan(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Estimate memory, time and cost of a recipe before it runs. Loads no weights.
+    """Estimate memory, time and cost of a recipe or pipeline before it runs. Loads no weights.
 
     Exits with 0 also where the recipe does not fit: the output says what to change.
     """
     from courtside.recipe.builtin import find_recipe
     from courtside.recipe.load import load_recipe
+    from courtside.recipe.pipeline import Pipeline, is_pipeline, load_pipeline
 
-    parsed = load_recipe(find_recipe(recipe), overrides or ())
+    file = find_recipe(recipe)
+    load = load_pipeline if is_pipeline(file) else load_recipe
+    parsed = load(file, overrides or ())
 
     from courtside.cli.tables import print_json, print_table
-    from courtside.planning.plan import plan as make_plan
+    from courtside.planning.gpus import find_device
+    from courtside.planning.lengths import KnownLengths
+    from courtside.planning.pipeline import plan_pipeline
+    from courtside.planning.plan import PlanOptions, plan_run
 
-    result = make_plan(
-        parsed,
-        gpu=gpu,
+    options = PlanOptions(
+        device=find_device(gpu, gpus),
         num_gpus=gpus,
-        shape=shape,
-        teacher_shape=teacher_shape,
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        turns=turns,
-        observation_tokens=observation_tokens,
-        context_tokens=context_tokens,
+        lengths=KnownLengths(
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            turns=turns,
+            observation_tokens=observation_tokens,
+            context_tokens=context_tokens,
+        ),
         assume=_parse_rates(assume or ()),
         price_per_hour=price_per_hour,
-        run=from_run,
     )
+    models = {"shape": shape, "teacher_shape": teacher_shape}
+    result: CostPlan | PipelinePlan
+    if isinstance(parsed, Pipeline):
+        result = plan_pipeline(parsed, options, **models, run=from_run)
+    else:
+        result = plan_run(parsed, options, **models, run=from_run)
     if html is not None:
-        from courtside.planning.page import write_plan_page
+        from courtside.planning.page import write_page
 
-        write_plan_page(result, html)
+        write_page(result, html)
     if json:
         print_json(plan_tree(result))
         return
@@ -172,8 +183,15 @@ def _parse_rates(assignments: Sequence[str]) -> dict[str, float]:
     return rates
 
 
-def plan_tree(result: CostPlan) -> dict[str, Any]:
+def plan_tree(result: CostPlan | PipelinePlan) -> dict[str, Any]:
     """For programs: all fields, and what follows from them."""
+    derived = {"fits": result.fits, "hours": result.hours, "gpu_hours": result.gpu_hours}
+    derived |= {"cost": result.cost}
+    from courtside.planning.pipeline import PipelinePlan
+
+    if isinstance(result, PipelinePlan):
+        stages = {name: plan_tree(stage) for name, stage in result.stages.items()}
+        return {"stages": stages, "flops": asdict(result.flops), **derived}
     tree = asdict(result)
     estimate = result.estimate
     tree["estimate"] |= {
@@ -189,21 +207,34 @@ def plan_tree(result: CostPlan) -> dict[str, Any]:
         "num_trained": models.num_trained,
         "num_teachers": [teacher.shape.num_parameters for teacher in models.teachers],
     }
-    derived = {"fits": result.fits, "hours": result.hours, "gpu_hours": result.gpu_hours}
-    return {**tree, **derived, "cost": result.cost}
+    return {**tree, **derived}
 
 
-def format_plan(result: CostPlan) -> Iterator[str | Table]:
+def format_plan(result: CostPlan | PipelinePlan) -> Iterator[str | Table]:
     """Lines and tables for a terminal."""
     from courtside.cli.tables import text_table
+    from courtside.planning.pipeline import PipelinePlan
     from courtside.planning.text import (
         change_rows,
         headline,
         memory_rows,
         phase_rows,
+        pipeline_headline,
+        pipeline_lines,
+        stage_rows,
         summary_lines,
     )
 
+    if isinstance(result, PipelinePlan):
+        yield pipeline_headline(result)
+        yield ""
+        yield text_table(*stage_rows(result))
+        yield ""
+        yield from pipeline_lines(result)
+        for name, plan in result.stages.items():
+            yield f"\n── stage {name} " + "─" * (60 - len(name))
+            yield from format_plan(plan)
+        return
     yield headline(result)
     yield ""
     yield text_table(*phase_rows(result))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,13 @@ from courtside.planning.gpus import Device, find_device
 from courtside.planning.lengths import KnownLengths, MeasuredTasks, choose_lengths, measure_tasks
 from courtside.planning.measured import MeasuredRun, read_run
 from courtside.planning.models import resolve_shapes
-from courtside.planning.rates import describe_rates, make_rates, refuse_unused_rates
+from courtside.planning.rates import (
+    describe_rates,
+    list_used_rates,
+    make_rates,
+    refuse_unused_rates,
+)
+from courtside.planning.shapes import ModelShape
 from courtside.planning.timing import Utilisation, default_utilisation
 from courtside.planning.workload import Lengths, PlannedModels, Workload, plan_models
 from courtside.recipe import Recipe
@@ -102,27 +108,77 @@ def plan(
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(require_path(recipe, "plan: recipe", f"a Recipe, {RECIPE_PATH}"))
-    lengths = KnownLengths(
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        turns=turns,
-        observation_tokens=observation_tokens,
-        context_tokens=context_tokens,
-    )
     device = find_device(gpu, num_gpus)
+    options = PlanOptions(
+        device=device,
+        num_gpus=num_gpus,
+        lengths=KnownLengths(
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            turns=turns,
+            observation_tokens=observation_tokens,
+            context_tokens=context_tokens,
+        ),
+        assume=assume or {},
+        price_per_hour=price_per_hour,
+    )
+    folder = None if run is None else require_path(run, "plan: run", "the path of a run folder")
+    return plan_run(recipe, options, shape=shape, teacher_shape=teacher_shape, run=folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What a plan is given, beside the recipe and the shapes of its models."""
+
+    device: Device
+    num_gpus: int = 1
+    lengths: KnownLengths = field(default_factory=KnownLengths)
+    assume: Mapping[str, float] = field(default_factory=dict)
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.price_per_hour is not None and not 0 <= self.price_per_hour < 1e6:
+            raise PlanError(
+                f"--price-per-hour {self.price_per_hour:g}: give the price of a GPU and hour"
+            )
+
+
+def plan_run(
+    recipe: Recipe,
+    options: PlanOptions,
+    *,
+    shape: str | None = None,
+    teacher_shape: str | None = None,
+    run: Path | None = None,
+) -> CostPlan:
+    """As `plan`, with its arguments as records."""
+    refuse_unused_rates(options.assume, [recipe])
+    shapes = resolve_shapes(recipe, shape=shape, teacher_shape=teacher_shape)
+    measured = None if run is None else read_run(run, options.device)
+    return plan_recipe(recipe, *shapes, options, measured=measured)
+
+
+def plan_recipe(
+    recipe: Recipe,
+    student: ModelShape,
+    teachers: Mapping[str, ModelShape],
+    options: PlanOptions,
+    *,
+    measured: MeasuredRun | None = None,
+    loadable: Recipe | None = None,
+) -> CostPlan:
+    """`teachers`: by `teacher.model`. `loadable`: where `recipe` names stages of a pipeline, the one
+    whose tasks and tokenizer are measured."""
+    device, num_gpus, lengths = options.device, options.num_gpus, options.lengths
     _check_device(recipe, device)
-    if price_per_hour is not None and not 0 <= price_per_hour < 1e6:
-        raise PlanError(f"--price-per-hour {price_per_hour:g}: give the price of a GPU and hour")
-    student, teachers = resolve_shapes(recipe, shape=shape, teacher_shape=teacher_shape)
     models = plan_models(recipe, student, teachers, device)
-    explicit, measured_rates = assume or {}, dict[str, float]()
-    refuse_unused_rates(explicit, [recipe])
-    measured: MeasuredRun | None = None
-    if run is not None:
-        measured = read_run(require_path(run, "plan: run", "the path of a run folder"), device)
+    used_rates = list_used_rates(recipe)
+    explicit = {name: rate for name, rate in options.assume.items() if name in used_rates}
+    measured_rates = dict[str, float]()
+    if measured is not None:
         lengths = measured.fill(lengths, recipe)
         measured_rates = measured.choose_rates(recipe)
-    measure = partial(_measure_or_explain, recipe)
+    measure = partial(_measure_or_explain, loadable or recipe)
     chosen, assumptions = choose_lengths(recipe, lengths, measure)
     work = Workload(
         recipe=recipe, models=models, lengths=chosen, device=device, num_gpus=num_gpus,
@@ -132,7 +188,6 @@ def plan(
         work, explicit, measured_rates, "" if measured is None else measured.path.name
     )
     factors = measured.factors if measured is not None else {}
-    utilisation = default_utilisation(work)
     run_estimate = partial(estimate, factors=factors)
     return CostPlan(
         recipe=summarize_recipe(recipe),
@@ -142,9 +197,9 @@ def plan(
         models=models,
         lengths=chosen,
         estimate=run_estimate(work),
-        utilisation=utilisation,
+        utilisation=default_utilisation(work),
         factors=factors,
-        price_per_hour=price_per_hour,
+        price_per_hour=options.price_per_hour,
         changes=propose_changes(work, run_estimate),
         assumptions=tuple(assumptions),
         notes=tuple(_notes(work, measured)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from courtside.planning.estimate import PhaseEstimate
 from courtside.planning.flops import PhaseFlops
 from courtside.planning.gpus import GIB
+from courtside.planning.pipeline import PipelinePlan
 from courtside.planning.plan import CostPlan
 from courtside.report.summary import format_duration, format_number
 
@@ -13,10 +14,58 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def headline(plan: CostPlan) -> str:
+    return f"{plan.recipe}\n{_place(plan)}"
+
+
+def _place(plan: CostPlan | PipelinePlan) -> str:
     device = plan.device.name if plan.num_gpus == 1 else f"{plan.num_gpus} × {plan.device.name}"
     where = f"{device}, {plan.device.memory / GIB:,.0f} GiB"
-    on_paper = " (on paper)" if plan.is_on_paper else ""
-    return f"{plan.recipe}\non {where}{' each' if plan.num_gpus > 1 else ''}{on_paper}"
+    return f"on {where}{' each (on paper)' if plan.num_gpus > 1 else ''}"
+
+
+def stage_rows(pipeline: PipelinePlan) -> Rows:
+    """A stage each, then all of them."""
+    columns = [
+        "stage",
+        "steps",
+        "time",
+        "tokens in",
+        "tokens out",
+        "FLOPs",
+        "GiB",
+        "in the",
+        "fits",
+    ]
+    rows = []
+    for name, plan in pipeline.stages.items():
+        estimate, peak = plan.estimate, plan.estimate.peak
+        steps, fits = f"{estimate.steps:,}", "yes" if plan.fits else "no"
+        work = _work_cells(estimate.seconds, estimate.flops)
+        rows.append([name, steps, *work, _gib(peak.total), peak.phase, fits])
+    name, peak = pipeline.peak
+    fits = "yes" if pipeline.fits else "no"
+    work = _work_cells(pipeline.seconds, pipeline.flops)
+    rows.append(["all stages", "", *work, _gib(peak.total), peak.phase, fits])
+    return columns, rows
+
+
+def _work_cells(seconds: float, flops: PhaseFlops) -> list[str]:
+    counts = (flops.input_tokens, flops.output_tokens, flops.counted)
+    return [format_duration(seconds), *map(_count, counts)]
+
+
+def pipeline_headline(pipeline: PipelinePlan) -> str:
+    return f"a pipeline of {len(pipeline.stages)} stages\n{_place(pipeline)}"
+
+
+def pipeline_lines(pipeline: PipelinePlan) -> list[str]:
+    name, peak = pipeline.peak
+    verdict = "fits" if pipeline.fits else "DOES NOT FIT"
+    return [
+        f"{verdict}: {_gib(peak.total)} GiB at the most, in the {peak.phase} of stage {name}, of "
+        f"{_gib(pipeline.device.memory)} GiB",
+        *_cost_lines("all stages", pipeline),
+    ]
 
 
 def describe_models(plan: CostPlan) -> str:
@@ -108,16 +157,18 @@ def summary_lines(plan: CostPlan) -> list[str]:
             f"with {_count(tokens * estimate.steps)} tokens; their FLOPs and price are not here"
         )
     lines += [f"{name}: {rate}" for name, rate in _rates(plan)]
-    hours = f"{format_duration(estimate.seconds)} = {plan.hours:,.3g} h"
+    lines += _cost_lines("whole run", plan)
+    return lines
+
+
+def _cost_lines(what: str, plan: CostPlan | PipelinePlan) -> list[str]:
+    hours = f"{format_duration(3600 * plan.hours)} = {plan.hours:,.3g} h"
     if plan.num_gpus > 1:
         hours += f", {plan.gpu_hours:,.3g} GPU hours"
-    lines.append(f"whole run: {hours}, models loaded in addition")
+    money = "money: give --price-per-hour"
     if plan.cost is not None:
-        price = plan.price_per_hour
-        lines.append(f"money: {plan.cost:,.2f}, at {price:,.2f} a GPU and hour")
-    else:
-        lines.append("money: give --price-per-hour")
-    return lines
+        money = f"money: {plan.cost:,.2f}, at {plan.price_per_hour:,.2f} a GPU and hour"
+    return [f"{what}: {hours}, models loaded in addition", money]
 
 
 def _rates(plan: CostPlan) -> list[tuple[str, str]]:
