@@ -167,8 +167,8 @@ def plan_recipe(
     measured: MeasuredRun | None = None,
     loadable: Recipe | None = None,
 ) -> CostPlan:
-    """`teachers`: by `teacher.model`. `loadable`: where `recipe` names stages of a pipeline, the one
-    whose tasks and tokenizer are measured."""
+    """`teachers`: by `teacher.model`. `loadable`: where `recipe` names stages of a pipeline, the
+    one whose tasks and tokenizer are measured."""
     device, num_gpus, lengths = options.device, options.num_gpus, options.lengths
     _check_device(recipe, device)
     models = plan_models(recipe, student, teachers, device)
