@@ -51,8 +51,8 @@ def test_the_page_has_the_baselines() -> None:
     """Replay, a lower rate, LoRA, averaging and KL to the start: an override or two each."""
     assert len(BASELINES) == 5
     fields = {name: {o.partition("=")[0] for o in args} for name, args in BASELINES.items()}
-    words = ("replay", "lower rate", "LoRA", "KL", "averaging")
-    assert all(any(word in name for name in fields) for word in words)
+    names = ("replay", "lower rate", "LoRA", "KL", "averaging")
+    assert all(any(word in name for name in fields) for word in names)
     sections = {name: {f.rpartition(".")[0] for f in paths} for name, paths in fields.items()}
     assert all(len(paths) <= 2 for paths in sections.values())
 
