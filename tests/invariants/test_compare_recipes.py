@@ -46,10 +46,10 @@ def test_recipes_are_trained_and_compared(
     assert [len(r) for r in rows] == [2, 2] and (tmp_path / "compare.html").is_file()
     # Once more: nothing is trained again, and a run may stand beside a recipe.
     mixed = ["compare", str(paths[0]), recipes[1], "--json"]
-    again = json.loads(CliRunner().invoke(app, mixed, catch_exceptions=False).stdout)
+    compared = json.loads(CliRunner().invoke(app, mixed, catch_exceptions=False).stdout)
     assert [RunFolder.read(path).metrics() for path in paths] == rows
-    assert [arm["spent"] for arm in again["arms"]] == [arm["spent"] for arm in tree["arms"]]
-    assert [arm["after"] for arm in again["arms"]] == [arm["after"] for arm in tree["arms"]]
+    assert [arm["spent"] for arm in compared["arms"]] == [arm["spent"] for arm in tree["arms"]]
+    assert [arm["after"] for arm in compared["arms"]] == [arm["after"] for arm in tree["arms"]]
 
 
 def test_nothing_trains_where_one_cannot(
