@@ -185,8 +185,12 @@ def _parse_rates(assignments: Sequence[str]) -> dict[str, float]:
 
 def plan_tree(result: CostPlan | PipelinePlan) -> dict[str, Any]:
     """For programs: all fields, and what follows from them."""
-    derived = {"fits": result.fits, "hours": result.hours, "gpu_hours": result.gpu_hours}
-    derived |= {"cost": result.cost}
+    derived = {
+        "fits": result.fits,
+        "hours": result.hours,
+        "gpu_hours": result.gpu_hours,
+        "cost": result.cost,
+    }
     from courtside.planning.pipeline import PipelinePlan
 
     if isinstance(result, PipelinePlan):

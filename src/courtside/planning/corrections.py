@@ -100,7 +100,7 @@ def list_questions(work: Workload) -> list[Questions]:
             number=count_asked(work, config),
             input_tokens=size,
             output_tokens=_first(rates.reply_tokens, config.max_new_tokens),
-            num_concurrent=config.endpoint and config.endpoint.max_concurrency,
+            num_concurrent=None if config.endpoint is None else config.endpoint.max_concurrency,
         )
         for config in work.recipe.drafts
         if not isinstance(config, ChooseConfig) or config.by == "judge"

@@ -24,9 +24,10 @@ from courtside.report.page.tables import render_table
 
 
 def write_page(plan: CostPlan | PipelinePlan, path: Path) -> None:
-    is_pipeline = isinstance(plan, PipelinePlan)
-    text = pipeline_headline(plan) if is_pipeline else headline(plan)
-    sections = _list_all_sections(plan) if is_pipeline else _list_sections(plan)
+    if isinstance(plan, PipelinePlan):
+        text, sections = pipeline_headline(plan), _list_all_sections(plan)
+    else:
+        text, sections = headline(plan), _list_sections(plan)
     summary, _, where = text.partition("\n")
     page = render_page(title="Plan", summary=summary, progress=where, alerts="", sections=sections)
     replace_file(path, page)

@@ -21,8 +21,8 @@ from courtside.planning.shapes import ModelShape
 from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe
 from courtside.recipe.pipeline import Pipeline, Stage
+from courtside.recipe.prefix_tasks import PrefixTasks
 from courtside.recipe.stage_trees import PREFIX, replace_value
-from courtside.recipe.tasks import PrefixTasks
 from courtside.recipe.teacher import ModelTeacherConfig
 from courtside.report.folder.pipeline_folder import STAGES
 
