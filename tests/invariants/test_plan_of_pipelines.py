@@ -118,7 +118,8 @@ def test_the_command_plans_all_stages(tmp_path: Path) -> None:
     assert done.exit_code == 0
     for text in ("a pipeline of 2 stages", "all stages", "── stage recover", "fits: "):
         assert text in done.stdout
-    assert "recover: Memory" in page.read_text() and "all stages" in page.read_text()
+    html = page.read_text()
+    assert "Stage recover" in html and html.count("<h3>Memory</h3>") == 2 and "all stages" in html
     done = CliRunner().invoke(app, [*args, "--json"], catch_exceptions=False)
     tree = json.loads(done.stdout)
     assert list(tree["stages"]) == ["learn", "recover"]

@@ -40,10 +40,9 @@ def _list_all_sections(pipeline: PipelinePlan) -> list[Section]:
         Section("Stages", _render_rows(stage_rows(pipeline))),
     ]
     for name, plan in pipeline.stages.items():
-        sections.append(Section(f"Stage {name}", f"<p>{escape(plan.recipe)}</p>"))
-        sections += [
-            Section(f"{name}: {section.title}", section.body) for section in _list_sections(plan)
-        ]
+        parts = [f"<p>{escape(plan.recipe)}</p>"]
+        parts += [f"<h3>{s.title}</h3>{s.body}" for s in _list_sections(plan) if s.body]
+        sections.append(Section(f"Stage {name}", "".join(parts)))
     return sections
 
 
