@@ -173,8 +173,10 @@ def _write_flops(work: Workload, number: float, num_input: float, num_output: fl
 
 
 def _count_teacher(work: Workload, num_tokens: float) -> PhaseFlops:
-    """Of tokens through the teacher; one behind a server computes elsewhere."""
-    flops = forward_flops(work.models.num_scorer, 1) * num_tokens if work.is_scored else 0.0
+    """Of tokens through the teacher. One behind a server computes elsewhere; a run counts its FLOPs
+    by `teacher.num_parameters`."""
+    size = work.models.num_scorer if work.is_scored else work.num_served
+    flops = forward_flops(size, 1) * num_tokens
     return PhaseFlops(input_tokens=num_tokens, teacher_tokens=num_tokens, counted=flops)
 
 

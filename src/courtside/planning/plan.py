@@ -237,7 +237,9 @@ def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
     if not work.recipe.model_teachers and work.recipe.teacher is not None:
         notes.append("a custom teacher's cost is not known and left out")
     if work.recipe.server_teachers:
-        notes.append("a teacher behind servers costs nothing here; its own cost is left out")
+        notes.append(
+            "a teacher behind servers takes no time here; its FLOPs follow teacher.num_parameters"
+        )
     if work.recipe.rollout.server is not None:
         notes.append("rollout.server samples elsewhere; the rollout is planned as if it were here")
     if work.recipe.rollout.mixed_sampling is not None:

@@ -225,6 +225,12 @@ class Workload:
         return len(self.recipe.model_teachers) > len(self.recipe.server_teachers)
 
     @property
+    def num_served(self) -> int:
+        """Parameters of a teacher behind servers, as the recipe states them. 0: it does not."""
+        sizes = [teacher.num_parameters or 0 for teacher in self.recipe.server_teachers]
+        return round(mean(sizes)) if sizes else 0
+
+    @property
     def defers_hints(self) -> bool:
         """Whether hints are scored inside the update, over its own forward pass."""
         teachers = self.recipe.model_teachers

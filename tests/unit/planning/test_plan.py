@@ -456,3 +456,20 @@ def test_the_command_says_how_a_budget_ends_the_run(recipe_file: Path) -> None:
     # 64 samples of 228 tokens, sampled and trained: 29 thousand a step.
     assert "ends after 4 steps by its budget: train.max_student_tokens = 100k, of which a" in text
     assert "4 steps" in text and "50 steps" not in text
+
+
+def test_a_served_teacher_has_the_flops_of_its_stated_size_and_no_time() -> None:
+    server = {"kind": "server", "server": {"urls": ["http://localhost:1"], "model": "big"}}
+    losses = [{"kind": "policy_gradient", "advantage": "teacher_gap"}]
+    without_size, with_size = (
+        plan(make_recipe(teacher=server | size, losses=losses), **PROMPTS).estimate
+        for size in ({}, {"num_parameters": 10**9})
+    )
+    first, second = (
+        next(phase for phase in result.phases if phase.name == "teacher")
+        for result in (without_size, with_size)
+    )
+    num_tokens = 64 * 4 * (128 + 512)
+    assert first.flops.input_tokens == second.flops.teacher_tokens == num_tokens
+    assert (first.flops.counted, second.flops.counted) == (0, 2e9 * num_tokens)
+    assert first.seconds == second.seconds == 0
