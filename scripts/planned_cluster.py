@@ -76,7 +76,7 @@ def table_lines() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for split in SPLITS:
         result = split.plan()
-        assert result.fits, split.name
+        assert result.fits or split.is_large, split.name
         seconds = {phase.name: phase.seconds for phase in result.estimate.phases}
         numbers = [
             f"{split.gpus}",
@@ -86,7 +86,8 @@ def table_lines() -> Iterator[str]:
         yield " | ".join([
             f"| {split.name}", " + ".join(numbers), *phases,
             format_duration(result.estimate.step_seconds),
-            f"{result.estimate.peak.total / GIB:.0f}", f"{result.gpu_hours:.0f} |",
+            f"{result.estimate.peak.total / GIB:.0f}{'' if result.fits else ', does not fit'}",
+            f"{result.gpu_hours:.0f} |",
         ])  # fmt: skip
 
 

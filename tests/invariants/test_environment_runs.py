@@ -140,7 +140,7 @@ def test_what_fails_after_training_is_said_in_the_report(folder: Path, tiny_fold
         assert "ConnectionError: the server is gone" in console.lines[-1], attempt
         assert console.lines[-1].startswith("not measured after training: student on test tasks (")
         [alarm] = run.alarms()
-        assert alarm == {"step": 2, "message": console.lines[-1]}
+        assert alarm == {"step": 2, "kind": "not_measured", "message": console.lines[-1]}
         page = (folder / "run" / "report.html").read_text()
         assert "not measured after training" in page and "the server is gone" in page
         (folder / "run" / "report.html").unlink()

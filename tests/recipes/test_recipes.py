@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from support.small_runs import write_jsonl
 
 from courtside.api import train
 from courtside.recipe.load import load_recipe
@@ -82,21 +83,53 @@ def test_pipeline_trains(file: Path, tmp_path: Path, roomy_folder: Path) -> None
         overrides += [f"{where}.train.steps=2", f"{where}.train.prompts_per_step=2"]
         if not stage.recipe.tasks.is_recorded:
             overrides.append(f"{where}.rollout.max_new_tokens=4")
-        if stage.recipe.teacher is not None:
+        teacher = stage.recipe.teacher
+        if teacher is not None and teacher.kind == "model" and ":" not in teacher.model:
             overrides.append(f"{where}.teacher.model={roomy_folder}")
         if stage.gate is not None:
             overrides.append(f"{where}.gate.max_loss=1.0")
+    if file.parent.name == "three-fixes":  # random letters have no word to cut after
+        overrides += use_words(tmp_path)
     pipeline = load_pipeline(file, overrides)
     last = train(pipeline, tmp_path / "run", quiet=True)
     assert last.path.name == stages[-1].folder_name
     for stage in pipeline.stages:
         run = RunFolder.read(tmp_path / "run" / "stages" / stage.folder_name)
-        assert [row["step"] for row in run.metrics()] == [0, 1]
-        assert all(row["grad_norm"] > 0 for row in run.metrics() if stage.recipe.teacher is None)
-        assert {e.policy for e in run.evaluations() if e.step == 2} >= {
+        assert [row["step"] for row in run.metrics()] == [*range(stage.recipe.train.steps)]
+        is_rewarded = any(loss.kind == "policy_gradient" for loss in stage.recipe.losses)
+        if stage.recipe.teacher is None and not is_rewarded:  # nothing is ever right
+            assert all(row["grad_norm"] > 0 for row in run.metrics())
+        assert {e.policy for e in run.evaluations() if e.step > 0} >= {
             f"student:{name}" for name in stage.recipe.evaluate.suites
         }
     assert (tmp_path / "run" / "report.html").stat().st_size > 5000
+
+
+def use_words(folder: Path) -> list[str]:
+    """Overrides by which the first student learns words, in a second."""
+    rows = [
+        {"prompt": f"say {n}", "completion": "yes no yes no", "answer": "yes", "grader": "contains"}
+        for n in range(40)
+    ]
+    tasks = write_jsonl(folder / "words.jsonl", rows)
+    return [
+        f"base.tasks={{kind='jsonl', path='{tasks}'}}",
+        "stages.sft.train={steps=60, prompts_per_step=8, learning_rate=3e-2}",
+        *(f"stages.{name}.rollout.max_new_tokens=14" for name in ("draft", "adapt", "distil")),
+    ]
+
+
+def test_the_three_fixes_are_chained() -> None:
+    """A student by imitation, a teacher by RL on that student's prefixes, a safe top-k."""
+    stages = {s.name: s for s in load_pipeline(ROOT / "recipes/three-fixes/recipe.toml").stages}
+    sources = {s.name: {r.field: r.stage for r in s.references} for s in stages.values()}
+    assert sources["draft"] == {"student.model": "sft", "teacher.model": "teacher"}
+    assert sources["adapt"] == {"student.model": "teacher", "tasks.path": "draft"}
+    assert sources["distil"] == {"student.model": "sft", "teacher.model": "adapt"}
+    assert [loss.kind for loss in stages["adapt"].recipe.losses] == ["policy_gradient"]
+    (loss,) = stages["distil"].recipe.losses
+    assert loss.kind == "divergence" and loss.support.kind == "top_k"
+    assert loss.support.form in ("stop_gradient", "tail")
 
 
 def test_the_facts_are_those_of_their_script(tmp_path: Path) -> None:

@@ -24,9 +24,19 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 MOUNTED = {"/recipe/recipe.toml": FOLDER / "recipe.toml"}
 """Where a container has what a ConfigMap holds."""
 RECORDER = """#!/bin/bash
-printf '%s\\0' "${0##*/}" "CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-}" "$@" >> "$CALLS"
-printf '\\n' >> "$CALLS"
+line=("${0##*/}" "CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-}" "$@" $'\\x1e')
+printf '%s\\0' "${line[@]}" >> "$CALLS"
 """
+"""One write for each call, as programs run at the same time: bash would split it at a newline."""
+CURL = """#!/bin/bash
+port=${*: -1}; port=${port%/health}; port=${port##*:}
+for _ in {1..200}; do
+    grep -qsaF "localhost:$port" "$CALLS" && exit
+    read -rt 0.05 <> <(:)
+done
+exit 7
+"""
+"""A server is healthy when its start is recorded: scripts end their servers when training ends."""
 SRUN = """#!/bin/bash
 count=1
 while [[ $1 == --* ]]; do case $1 in --nodes=*) count=${1#*=};; esac; shift; done
@@ -39,8 +49,8 @@ def run_script(name: str, folder: Path, *arguments: str, healthy: bool = True) -
     programs = folder / "programs"
     programs.mkdir()
     scripts = {"srun": SRUN, "scontrol": "#!/bin/bash\nprintf 'n0\\nn1\\nn2\\n'\n"}
-    scripts |= dict.fromkeys(("courtside", "torchrun", "curl"), RECORDER)
-    scripts |= {"sleep": "#!/bin/bash\n"} | ({} if healthy else {"curl": "#!/bin/bash\nexit 7\n"})
+    scripts |= dict.fromkeys(("courtside", "torchrun"), RECORDER)
+    scripts |= {"sleep": "#!/bin/bash\n", "curl": CURL if healthy else "#!/bin/bash\nexit 7\n"}
     for program, text in scripts.items():
         (programs / program).write_text(text)
         (programs / program).chmod(0o755)
@@ -50,7 +60,7 @@ def run_script(name: str, folder: Path, *arguments: str, healthy: bool = True) -
     }  # fmt: skip
     command = ["bash", str(FOLDER / name), *arguments]
     subprocess.run(command, cwd=folder, env=environment, check=True, timeout=60)
-    lines = (folder / "calls").read_text().split("\0\n")
+    lines = (folder / "calls").read_text().split("\0\x1e\0")
     return [line.split("\0") for line in lines if line]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,10 +18,11 @@ if TYPE_CHECKING:
 
 def compare(
     runs: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
             metavar="RUN...",
-            help="Folders that `courtside train` wrote, or the folder of an experiment's runs.",
+            help="Folders that `courtside train` wrote, the folder of an experiment's runs, or "
+            "recipes (TOML files, built-in names), which are trained first.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
@@ -39,12 +42,13 @@ def compare(
 ) -> None:
     """Compare finished runs: scores, paired differences, costs, scores at equal budgets.
 
-    Runs of one recipe with other seeds are one arm. Prints tables and writes one HTML page.
+    Runs of one recipe with other seeds are one arm. Prints tables and writes one HTML page. A
+    recipe is trained into runs/NAME, as `courtside train` does; what is finished there stays.
     """
     from courtside.cli.tables import print_json, print_table, text_table
     from courtside.comparison.comparison import compare as compare_runs
 
-    comparison = compare_runs(runs, price_per_hour=price_per_hour, only=only)
+    comparison = compare_runs(_train_recipes(runs), price_per_hour=price_per_hour, only=only)
     page = comparison.write_html(out)
     if json:
         print_json(comparison.to_dict())
@@ -56,6 +60,35 @@ def compare(
     for note in comparison.notes:
         typer.echo(f"\n{note}")
     typer.echo(f"\nWritten: {page} (open it in a browser)")
+
+
+def _train_recipes(runs: Sequence[str]) -> list[Path]:
+    """Run folders, in place of recipes too. All recipes are checked before the first one trains."""
+    from courtside.errors import UserError
+    from courtside.recipe.builtin import builtin_recipe_files, default_run_folder, find_recipe
+    from courtside.recipe.load import load_recipe
+    from courtside.recipe.pipeline import is_pipeline
+
+    recipes = {}
+    for name in runs:
+        is_recipe = name.endswith(".toml") or name in builtin_recipe_files()
+        if is_recipe and not Path(name).is_dir():
+            file = find_recipe(name)
+            if is_pipeline(file):
+                raise UserError(
+                    f"{name}: is a pipeline, of which a stage is compared. Train it, and give the "
+                    f"folder of that stage: {default_run_folder(file)}/stages/NAME"
+                )
+            recipes[name] = (load_recipe(file), default_run_folder(file))
+    if not recipes:
+        return [Path(name) for name in runs]
+
+    from courtside import api
+    from courtside.report.console import make_console
+
+    for recipe, folder in recipes.values():
+        api.train(recipe, folder, console=make_console(sys.stderr))
+    return [recipes[name][1] if name in recipes else Path(name) for name in runs]
 
 
 def _arm_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:

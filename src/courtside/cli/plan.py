@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,7 @@ from courtside.cli.commands import Json, Overrides, RecipeName
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from courtside.planning.pipeline import PipelinePlan
     from courtside.planning.plan import CostPlan
 
 GIB = 2**30
@@ -103,6 +104,15 @@ def plan(
             "with their turns.",
         ),
     ] = None,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            show_default=False,
+            help="What only grades decide about drafts, e.g. failed_fraction=0.4; once for each. "
+            "Unset: the most that it can cost.",
+        ),
+    ] = None,
     price_per_hour: Annotated[
         float | None,
         typer.Option(metavar="PRICE", show_default=False, help="Of one GPU, in any currency."),
@@ -112,7 +122,8 @@ def plan(
         typer.Option(
             metavar="RUN",
             show_default=False,
-            help="An earlier run on this kind of device: its lengths and speed replace defaults.",
+            help="An earlier run on this kind of device: its lengths, rates and speed replace "
+            "defaults.",
         ),
     ] = None,
     html: Annotated[
@@ -121,34 +132,45 @@ def plan(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Estimate memory, time and cost of a recipe before it runs. Loads no weights.
+    """Estimate memory, time and cost of a recipe or pipeline before it runs. Loads no weights.
 
     Exits with 0 also where the recipe does not fit: the output says what to change.
     """
     from courtside.recipe.builtin import find_recipe
     from courtside.recipe.load import load_recipe
+    from courtside.recipe.pipeline import Pipeline, is_pipeline, load_pipeline
 
-    parsed = load_recipe(find_recipe(recipe), overrides or ())
+    file = find_recipe(recipe)
+    load = load_pipeline if is_pipeline(file) else load_recipe
+    parsed = load(file, overrides or ())
 
     from courtside.cli.tables import print_json, print_table
-    from courtside.planning.plan import plan as make_plan
+    from courtside.planning.gpus import find_device
+    from courtside.planning.lengths import KnownLengths
+    from courtside.planning.pipeline import plan_pipeline
+    from courtside.planning.plan import PlanOptions, plan_run
 
-    result = make_plan(
-        parsed,
-        gpu=gpu,
+    options = PlanOptions(
+        device=find_device(gpu, gpus),
         num_gpus=gpus,
         rollout_gpus=rollout_gpus,
         teacher_gpus=teacher_gpus,
-        shape=shape,
-        teacher_shape=teacher_shape,
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        turns=turns,
-        observation_tokens=observation_tokens,
-        context_tokens=context_tokens,
+        lengths=KnownLengths(
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            turns=turns,
+            observation_tokens=observation_tokens,
+            context_tokens=context_tokens,
+        ),
+        assume=_parse_rates(assume or ()),
         price_per_hour=price_per_hour,
-        run=from_run,
     )
+    models = {"shape": shape, "teacher_shape": teacher_shape}
+    result: CostPlan | PipelinePlan
+    if isinstance(parsed, Pipeline):
+        result = plan_pipeline(parsed, options, **models, run=from_run)
+    else:
+        result = plan_run(parsed, options, **models, run=from_run)
     if html is not None:
         from courtside.planning.page import write_plan_page
 
@@ -165,8 +187,35 @@ def plan(
         typer.echo(f"\nPage: {html}")
 
 
-def plan_tree(result: CostPlan) -> dict[str, Any]:
+def _parse_rates(assignments: Sequence[str]) -> dict[str, float]:
+    from courtside.errors import PlanError
+
+    rates = {}
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        try:
+            rates[name.strip()] = float(value)
+        except ValueError:
+            raise PlanError(
+                f"--assume {assignment}: give NAME=VALUE with a number, e.g. failed_fraction=0.4"
+            ) from None
+    return rates
+
+
+def plan_tree(result: CostPlan | PipelinePlan) -> dict[str, Any]:
     """For programs: all fields, and what follows from them."""
+    derived = {
+        "fits": result.fits,
+        "hours": result.hours,
+        "gpu_hours": result.gpu_hours,
+        "num_all_gpus": result.num_all_gpus,
+        "cost": result.cost,
+    }
+    from courtside.planning.pipeline import PipelinePlan
+
+    if isinstance(result, PipelinePlan):
+        stages = {name: plan_tree(stage) for name, stage in result.stages.items()}
+        return {"stages": stages, "flops": asdict(result.flops), **derived}
     tree = asdict(result)
     estimate = result.estimate
     tree["estimate"] |= {
@@ -182,21 +231,34 @@ def plan_tree(result: CostPlan) -> dict[str, Any]:
         "num_trained": models.num_trained,
         "num_teachers": [teacher.shape.num_parameters for teacher in models.teachers],
     }
-    derived = {"fits": result.fits, "hours": result.hours, "gpu_hours": result.gpu_hours}
-    return {**tree, **derived, "cost": result.cost}
+    return {**tree, **derived}
 
 
-def format_plan(result: CostPlan) -> Iterator[str | Table]:
+def format_plan(result: CostPlan | PipelinePlan) -> Iterator[str | Table]:
     """Lines and tables for a terminal."""
     from courtside.cli.tables import text_table
+    from courtside.planning.pipeline import PipelinePlan
     from courtside.planning.text import (
         change_rows,
         headline,
         memory_rows,
         phase_rows,
+        pipeline_headline,
+        pipeline_lines,
+        stage_rows,
         summary_lines,
     )
 
+    if isinstance(result, PipelinePlan):
+        yield pipeline_headline(result)
+        yield ""
+        yield text_table(*stage_rows(result))
+        yield ""
+        yield from pipeline_lines(result)
+        for name, plan in result.stages.items():
+            yield f"\n── stage {name} " + "─" * (60 - len(name))
+            yield from format_plan(plan)
+        return
     yield headline(result)
     yield ""
     yield text_table(*phase_rows(result))

@@ -7,8 +7,16 @@ matmul, attention and recomputation come on top. Times follow from the latter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from courtside.planning.corrections import (
+    Questions,
+    Rows,
+    count_takeovers,
+    list_questions,
+    ranks_by_teacher,
+)
+from courtside.planning.servers import list_teacher_places
 from courtside.planning.shapes import ModelShape
 from courtside.planning.workload import Workload
 from courtside.report.costs import forward_flops, training_flops
@@ -34,6 +42,18 @@ class PhaseFlops:
     head: float = 0.0
     recomputed: float = 0.0
     """The second forward pass of gradient checkpointing; its attention is in `attention`."""
+    student_tokens: float = 0.0
+    """Tokens through the student, as budgets count them."""
+    teacher_tokens: float = 0.0
+    """The same of teachers, the reference and the models of draft stages."""
+    calls: float = 0.0
+    """To endpoints, which compute elsewhere."""
+    endpoint_tokens: float = 0.0
+    """In and out of these calls."""
+
+    @property
+    def num_tokens(self) -> float:
+        return self.input_tokens + self.output_tokens
 
     @property
     def executed(self) -> float:
@@ -68,11 +88,110 @@ def rollout_flops(work: Workload) -> PhaseFlops:
         models.student, models.num_student, rows=work.num_student_rows,
         prompts=work.num_student_rows / work.group_size, work=work,
     )  # fmt: skip
-    teacher = sampling_flops(
-        models.scorer, models.num_scorer, rows=work.num_teacher_rows,
-        prompts=work.num_teacher_rows / work.group_size, work=work,
-    )  # fmt: skip
-    return add_flops(student, teacher)
+    student = replace(student, student_tokens=student.num_tokens)
+    return add_flops(add_flops(student, teacher_rollout_flops(work)), mixed_sampling_flops(work))
+
+
+def teacher_rollout_flops(work: Workload) -> PhaseFlops:
+    """Of the trajectories that the teacher samples."""
+    rows, lengths = work.num_teacher_rows, work.lengths
+    total = replace(
+        _count_teacher(work, rows * lengths.sequence),
+        input_tokens=rows * (lengths.sequence - lengths.new),
+        output_tokens=rows * lengths.new,
+    )
+    for place in list_teacher_places(work):
+        sampled = sampling_flops(
+            place.shape, 0, rows=rows, prompts=rows / work.group_size, work=work
+        )
+        total = add_flops(total, _only_executed(sampled), place.share)
+    return total
+
+
+def mixed_sampling_flops(work: Workload) -> PhaseFlops:
+    """Of the teacher, which decodes what the student samples; a run counts it as input."""
+    rows, models, lengths = work.num_mixed_rows, work.models, work.lengths
+    prompt = lengths.prompt + lengths.context
+    tokens = rows * (prompt + lengths.new)
+    shape, attended = models.scorer, rows * (prompt + lengths.new) ** 2 / 2
+    return PhaseFlops(
+        input_tokens=tokens,
+        teacher_tokens=tokens,
+        counted=forward_flops(models.num_scorer, 1) * tokens,
+        layers=2.0 * shape.num_linear_parameters * tokens,
+        attention=attention_flops(shape, attended),
+        head=2.0 * shape.num_head_parameters * rows * lengths.new,
+    )
+
+
+# ── draft stages and take-overs ──────────────────────────────────────────────────────────────────
+
+
+def drafts_flops(work: Workload) -> PhaseFlops:
+    """Of draft stages: the teacher's scores of all drafts, questions to it or an endpoint."""
+    total = ranking_flops(work)
+    for questions in list_questions(work):
+        total = add_flops(total, question_flops(work, questions))
+    return total
+
+
+def ranking_flops(work: Workload) -> PhaseFlops:
+    """Of `choose` by the teacher's log-probs: all drafts, once more than for the losses."""
+    if not ranks_by_teacher(work):
+        return PhaseFlops()
+    rows, context = work.num_student_rows, work.lengths.context
+    total = _count_teacher(work, rows * (work.lengths.sequence + context))
+    if work.local_share:
+        forward = _forward(work, work.models.scorer, rows, context)
+        total = add_flops(total, forward, work.local_share)
+    return add_flops(total, served_scoring_flops(work, rows))
+
+
+def question_flops(work: Workload, questions: Questions) -> PhaseFlops:
+    num_input = questions.number * questions.input_tokens
+    num_output = questions.number * questions.output_tokens
+    if questions.num_concurrent is not None:
+        return PhaseFlops(
+            input_tokens=num_input,
+            output_tokens=num_output,
+            teacher_tokens=num_input + num_output,
+            calls=questions.number,
+            endpoint_tokens=num_input + num_output,
+        )
+    return _write_flops(work, questions.number, questions.input_tokens, questions.output_tokens)
+
+
+def takeover_flops(work: Workload) -> PhaseFlops:
+    """Of the teacher's sampling; what it made is scored and trained with the other rows."""
+    if (takeovers := count_takeovers(work)) is None:
+        return PhaseFlops()
+    num_input = work.lengths.prompt + work.lengths.context + takeovers.prefix + takeovers.observed
+    return _write_flops(work, takeovers.number, num_input, takeovers.new)
+
+
+def _write_flops(work: Workload, number: float, num_input: float, num_output: float) -> PhaseFlops:
+    """Of the teacher, which writes `number` texts after prompts of their own."""
+    tokens = number * (num_input + num_output)
+    total = _count_teacher(work, tokens)
+    for place in list_teacher_places(work):
+        shape = place.shape
+        executed = PhaseFlops(
+            layers=2.0 * shape.num_linear_parameters * tokens,
+            attention=attention_flops(shape, tokens * (num_input + num_output) / 2),
+            head=2.0 * shape.num_head_parameters * number * num_output,
+        )
+        total = add_flops(total, executed, place.share)
+    return replace(total, input_tokens=number * num_input, output_tokens=number * num_output)
+
+
+def _count_teacher(work: Workload, num_tokens: float) -> PhaseFlops:
+    """Of tokens through the teacher. A run counts the FLOPs of one behind a server by
+    `teacher.num_parameters`; a plan of its servers knows its shape."""
+    flops = forward_flops(work.num_teacher, 1) * num_tokens
+    return PhaseFlops(input_tokens=num_tokens, teacher_tokens=num_tokens, counted=flops)
+
+
+# ── reader, teacher, update ──────────────────────────────────────────────────────────────────────
 
 
 def reader_flops(work: Workload) -> PhaseFlops:
@@ -94,15 +213,14 @@ def reader_flops(work: Workload) -> PhaseFlops:
     )
 
 
-def served_teacher_flops(work: Workload) -> PhaseFlops:
+def served_scoring_flops(work: Workload, num_rows: float) -> PhaseFlops:
     """vLLM computes log-probs of a prompt without its prefix cache: of each sequence all tokens,
-    through the LM head too."""
-    assert work.teacher_servers is not None
-    shape, rows = work.teacher_servers.shape, work.num_rows
+    through the LM head too. 0 where the plan has no GPUs of its servers."""
+    if work.teacher_servers is None:
+        return PhaseFlops()
+    shape, rows = work.teacher_servers.shape, num_rows * work.served_share
     length = work.lengths.sequence + work.lengths.context
     return PhaseFlops(
-        input_tokens=rows * length,
-        counted=forward_flops(shape.num_parameters, 1) * rows * length,
         layers=2.0 * shape.num_linear_parameters * rows * length,
         attention=attention_flops(shape, rows * length**2 / 2),
         head=2.0 * shape.num_head_parameters * rows * length,
@@ -111,29 +229,47 @@ def served_teacher_flops(work: Workload) -> PhaseFlops:
 
 def teacher_flops(work: Workload) -> PhaseFlops:
     """Scoring of all trajectories, and of the reference where a loss compares with it."""
-    models, rows, lengths = work.models, work.num_rows, work.lengths
-    total = PhaseFlops()
-    if work.is_scored:
-        tokens = rows * ((0.0 if work.defers_hints else lengths.sequence) + lengths.context)
-        scored = _forward(work, models.scorer, extra=0.0 if work.recipe.reader else lengths.context)
-        if work.recipe.reader is not None:
-            scored = _branches(work, with_trunk=not work.defers_hints)
-        counted = forward_flops(models.num_scorer, 1) * tokens
-        total = add_flops(scored, PhaseFlops(input_tokens=tokens, counted=counted))
+    total = add_flops(local_scoring_flops(work), served_scoring_flops(work, work.num_scored_rows))
+    if work.recipe.model_teachers:
+        tokens = sum(
+            rows.number * rows.scored * _num_scored_tokens(work, rows) for rows in work.rows
+        )
+        total = add_flops(total, _count_teacher(work, tokens))
     if work.recipe.needs_reference:
-        tokens = rows * lengths.sequence
-        counted = forward_flops(models.num_student, 1) * tokens
-        reference = PhaseFlops(input_tokens=tokens, counted=counted)
-        total = add_flops(total, add_flops(_forward(work, models.student), reference))
+        tokens = sum(rows.number * rows.length for rows in work.rows)
+        counted = forward_flops(work.models.num_student, 1) * tokens
+        reference = PhaseFlops(input_tokens=tokens, counted=counted, teacher_tokens=tokens)
+        total = add_flops(total, reference)
     return total
 
 
-def _forward(work: Workload, shape: ModelShape, extra: float = 0.0) -> PhaseFlops:
+def local_scoring_flops(work: Workload) -> PhaseFlops:
+    """What this process executes: the passes of its teachers and of the reference."""
+    total = PhaseFlops()
+    if work.is_scored:
+        context = 0.0 if work.recipe.reader else work.lengths.context
+        scored = _forward(work, work.models.scorer, work.num_scored_rows, context)
+        if work.recipe.reader is not None:
+            scored = _branches(work, with_trunk=not work.defers_hints)
+        total = add_flops(total, scored, work.local_share)
+    if work.recipe.needs_reference:
+        total = add_flops(total, _forward(work, work.models.student, work.num_all_rows))
+    return total
+
+
+def _num_scored_tokens(work: Workload, rows: Rows) -> float:
+    """Of one row, with context or hints. The update's own pass is the trunk of deferred hints."""
+    if work.recipe.reader is not None and not rows.is_sampled:
+        return rows.length
+    return work.lengths.context + (0.0 if work.defers_hints else rows.length)
+
+
+def _forward(work: Workload, shape: ModelShape, num_rows: float, extra: float = 0.0) -> PhaseFlops:
     """A forward pass with the logits of every sampled token."""
     return PhaseFlops(
-        layers=2.0 * shape.num_linear_parameters * work.num_computed(extra),
-        attention=attention_flops(shape, work.num_attended(extra)),
-        head=2.0 * shape.num_head_parameters * work.num_rows * work.lengths.new,
+        layers=2.0 * shape.num_linear_parameters * work.num_computed(num_rows, extra),
+        attention=attention_flops(shape, work.num_attended(num_rows, extra)),
+        head=2.0 * shape.num_head_parameters * num_rows * work.lengths.new,
     )
 
 
@@ -145,18 +281,20 @@ def _branches(work: Workload, *, with_trunk: bool) -> PhaseFlops:
         attention=attention_flops(shape, tokens * work.lengths.sequence / 2),
         head=2.0 * shape.num_head_parameters * tokens,
     )
-    return add_flops(branches, _forward(work, shape)) if with_trunk else branches
+    num_trunks = work.num_scored_rows if with_trunk else work.num_scored_rows - work.num_rows
+    return add_flops(branches, _forward(work, shape, max(0.0, num_trunks)))
 
 
 def update_flops(work: Workload) -> PhaseFlops:
     """Forward and backward pass, LM head with its divergence, recomputation."""
     models, shape = work.models, work.models.student
     # The last token predicts nothing.
-    tokens = work.num_rows * (work.lengths.sequence - 1)
-    positions = work.num_rows * work.lengths.num_trained
-    forward = 2.0 * shape.num_linear_parameters * work.num_computed()
-    attention = attention_flops(shape, work.num_attended())
-    adapter = 2.0 * (models.num_adapter or 0) * work.num_computed()
+    tokens = sum(rows.number * rows.trained * (rows.length - 1) for rows in work.rows)
+    positions = sum(rows.number * rows.trained * rows.num_trained for rows in work.rows)
+    num_computed = work.num_computed(work.num_trained_rows)
+    forward = 2.0 * shape.num_linear_parameters * num_computed
+    attention = attention_flops(shape, work.num_attended(work.num_trained_rows))
+    adapter = 2.0 * (models.num_adapter or 0) * num_computed
     weight_gradients = forward if models.num_adapter is None else adapter
     # Logits, gradients of the hidden states and, unless it is frozen, of the head.
     head = (6.0 if models.trains_head else 4.0) * shape.num_head_parameters * positions
@@ -165,6 +303,7 @@ def update_flops(work: Workload) -> PhaseFlops:
     recomputes = work.recipe.student.gradient_checkpointing
     return PhaseFlops(
         input_tokens=tokens,
+        student_tokens=tokens,
         counted=training_flops(models.num_student, 1, models.num_trained) * tokens,
         layers=2 * (forward + adapter) + weight_gradients,
         attention=(1 + ATTENTION_BACKWARD + recomputes) * attention,
@@ -175,11 +314,20 @@ def update_flops(work: Workload) -> PhaseFlops:
 
 def evaluation_flops(work: Workload, *, by_teacher: bool) -> PhaseFlops:
     """One evaluation of `evaluate.num_tasks` tasks. A run counts the sampled tokens alone."""
-    config, models, lengths = work.recipe.evaluate, work.models, work.lengths
+    if not by_teacher:
+        return answer_flops(work, work.models.student, work.models.num_student)
+    total = PhaseFlops()
+    for place in list_teacher_places(work):
+        flops = answer_flops(work, place.shape, work.num_teacher)
+        total = add_flops(total, flops, place.share)
+    return total
+
+
+def answer_flops(work: Workload, shape: ModelShape, number: int) -> PhaseFlops:
+    """Of a model with `number` parameters, which answers the tasks of an evaluation."""
+    config, lengths = work.recipe.evaluate, work.lengths
     rows = config.num_tasks * config.samples_per_task
     new = lengths.new if lengths.evaluated is None else lengths.evaluated
-    shape = models.scorer if by_teacher else models.student
-    number = models.num_scorer if by_teacher else models.num_student
     attended = rows * (lengths.prompt**2 / 2 + new * (lengths.prompt + new / 2))
     return PhaseFlops(
         output_tokens=rows * new,
@@ -187,6 +335,15 @@ def evaluation_flops(work: Workload, *, by_teacher: bool) -> PhaseFlops:
         layers=2.0 * shape.num_linear_parameters * rows * (lengths.prompt + new),
         attention=attention_flops(shape, attended),
         head=2.0 * shape.num_head_parameters * rows * new,
+    )
+
+
+def _only_executed(flops: PhaseFlops) -> PhaseFlops:
+    return PhaseFlops(
+        layers=flops.layers,
+        attention=flops.attention,
+        head=flops.head,
+        recomputed=flops.recomputed,
     )
 
 

@@ -9,18 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from courtside.errors import PlanError
+from courtside.planning.corrections import ranks_by_teacher
 from courtside.planning.estimate import estimate
+from courtside.planning.flops import (
+    add_flops,
+    rollout_flops,
+    takeover_flops,
+    teacher_flops,
+    update_flops,
+)
 from courtside.planning.gpus import Device
 from courtside.planning.lengths import KnownLengths, MeasuredTasks, choose_lengths
 from courtside.planning.models import resolve_shapes
-from courtside.planning.workload import Workload, plan_models
+from courtside.planning.rates import list_used_rates, make_rates, read_rates
+from courtside.planning.workload import Lengths, Workload, plan_models
 from courtside.recipe import Recipe
 from courtside.report.folder.folder import RunFolder
 
-PHASES = ("rollout", "reader", "teacher", "update")
+PHASES = ("rollout", "drafts", "reader", "teacher", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +42,8 @@ class MeasuredRun:
     """By phase: measured seconds of a step (the median) over estimated ones."""
     utilisation: Mapping[str, float]
     """By phase: executed FLOPs over what the device could do in its seconds."""
+    rates: Mapping[str, float]
+    """Of its corrections."""
 
     def fill(self, lengths: KnownLengths, recipe: Recipe) -> KnownLengths:
         """The run's lengths where none are given and the tasks are the same."""
@@ -51,6 +62,13 @@ class MeasuredRun:
             context_tokens=_first(lengths.context_tokens, measured.context_tokens),
             source=measured.source if lengths == KnownLengths() else f"given, or {measured.source}",
         )
+
+    def choose_rates(self, recipe: Recipe) -> dict[str, float]:
+        """The run's rates where the tasks are the same, those that the recipe uses."""
+        if recipe.tasks != self.recipe.tasks:
+            return {}
+        names = list_used_rates(recipe)
+        return {name: value for name, value in self.rates.items() if name in names}
 
     def describe(self) -> str:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in self.utilisation.items())
@@ -80,14 +98,28 @@ def read_run(path: Path, device: Device) -> MeasuredRun:
         lengths=choose_lengths(recipe, _SHORTEST, _never)[0],
         device=device,
     )
-    lengths = _read_lengths(folder, work)
+    drafts = costs.get("drafts")
+    question_tokens = None
+    if drafts is not None and not ranks_by_teacher(work):  # whose tokens are among them
+        question_tokens = (drafts.input_tokens, drafts.output_tokens)
+    work = replace(work, rates=make_rates(read_rates(work, rows, question_tokens)))
+    work = _solve_lengths(folder, work)
+    rates = {name: getattr(work.rates, name) for name in list_used_rates(recipe)}
+    lengths = KnownLengths(
+        prompt_tokens=work.lengths.prompt,
+        new_tokens=work.lengths.new,
+        turns=1.0,
+        observation_tokens=0.0,
+        context_tokens=work.lengths.context,
+        source=f"of {path.name}",
+    )
     chosen, _ = choose_lengths(recipe, lengths, _never)
     work = replace(work, lengths=chosen)
     result = estimate(work)
     factors, utilisation = {}, {}
     for phase in result.phases:
         seconds = [row[f"seconds/{phase.name}"] for row in rows if f"seconds/{phase.name}" in row]
-        if phase.name in PHASES and seconds:
+        if phase.name in PHASES and seconds and phase.seconds:
             measured = median(seconds)
             factors[phase.name] = measured / phase.seconds
             utilisation[phase.name] = phase.flops.executed / (measured * device.flops)
@@ -96,7 +128,7 @@ def read_run(path: Path, device: Device) -> MeasuredRun:
         factors["evaluate"] = costs["evaluate"].seconds / (tokens * result.evaluation.seconds)
     return MeasuredRun(
         path=path, recipe=recipe, num_steps=len(rows), lengths=lengths, factors=factors,
-        utilisation=utilisation,
+        utilisation=utilisation, rates={k: v for k, v in rates.items() if v is not None},
     )  # fmt: skip
 
 
@@ -109,28 +141,48 @@ def _never() -> MeasuredTasks:
     raise AssertionError("all lengths of a run are known")
 
 
-def _read_lengths(folder: RunFolder, work: Workload) -> KnownLengths:
-    """Means of a trajectory, from the tokens that the run counted."""
-    costs, num_steps = folder.read_costs(), len(folder.metrics())
-    num_rows = num_steps * work.num_rows
-    new = folder.metrics()
-    mean_new = sum(row["length/mean"] for row in new) / len(new)
-    # Repeated steps of a resumed run are in the costs and not in the metrics: ratios hold.
-    if "rollout" in costs and costs["rollout"].output_tokens:
-        rollout = costs["rollout"]
-        prompt = mean_new * rollout.input_tokens / rollout.output_tokens
-    else:
-        prompt = max(1.0, (costs["update"].input_tokens / num_rows) + 1 - mean_new)
-    context = 0.0
-    if "teacher" in costs and work.is_scored:
-        repeated = (costs["update"].input_tokens / num_rows + 1) / (prompt + mean_new)
-        trunk = 0.0 if work.defers_hints else prompt + mean_new
-        context = costs["teacher"].input_tokens / num_rows / max(repeated, 1.0) - trunk
-    return KnownLengths(
-        prompt_tokens=prompt,
-        new_tokens=mean_new,
-        turns=1.0,
-        observation_tokens=0.0,
-        context_tokens=max(context, 0.0),
-        source=f"of {folder.path.name}",
+def _solve_lengths(folder: RunFolder, work: Workload) -> Workload:
+    """The workload with the lengths for which it counts the tokens that the run counted.
+
+    An environment's messages count as prompt. What the teacher read beyond that is its context or,
+    where it has none, the tokens of drafts before take-overs.
+    """
+    costs, rows = folder.read_costs(), folder.metrics()
+    mean_new = mean(row["length/mean"] for row in rows)
+    is_sampled = "rollout" in costs and costs["rollout"].output_tokens
+    has_context = work.recipe.reader is not None or any(
+        teacher.context for teacher in work.recipe.model_teachers
     )
+
+    def vary(prompt: float, other: float) -> Workload:
+        lengths = Lengths(prompt=prompt, new=mean_new, trained=work.lengths.trained)
+        if work.recipe.takeover is None or has_context:
+            return replace(work, lengths=replace(lengths, context=other))
+        return replace(work, lengths=lengths, rates=replace(work.rates, prefix_tokens=other))
+
+    def count(prompt: float, other: float) -> tuple[float, float]:
+        """Input tokens of the phase that tells the prompt's length, and of the teacher's."""
+        varied = vary(prompt, other)
+        first = rollout_flops(varied) if is_sampled else update_flops(varied)
+        second = add_flops(takeover_flops(varied), teacher_flops(varied))
+        return first.input_tokens, second.input_tokens
+
+    # Repeated steps of a resumed run are in the costs and not in the metrics: ratios hold.
+    num_steps = float(len(rows))
+    if is_sampled:
+        sampled = work.num_student_rows + work.num_teacher_rows
+        num_steps = max(num_steps, costs["rollout"].output_tokens / (sampled * mean_new))
+    measured = [
+        costs[phase].input_tokens / num_steps if phase in costs else 0.0
+        for phase in ("rollout" if is_sampled else "update", "teacher")
+    ]
+    base, by_prompt, by_other = count(1.0, 0.0), count(2.0, 0.0), count(1.0, 1.0)
+    # Both are linear in both unknowns.
+    (a, b), (c, d) = ((by_prompt[i] - base[i], by_other[i] - base[i]) for i in range(2))
+    differences = [measured[i] - base[i] for i in range(2)]
+    if a * d - b * c > 0:
+        prompt = (differences[0] * d - b * differences[1]) / (a * d - b * c)
+        other = (a * differences[1] - c * differences[0]) / (a * d - b * c)
+    else:  # nothing scores
+        prompt, other = differences[0] / a if a else 0.0, 0.0
+    return vary(max(1.0, 1 + prompt), max(0.0, other))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from courtside.planning.corrections import count_takeovers, list_questions
 from courtside.planning.gpus import GIB
 from courtside.planning.shapes import ModelShape
 from courtside.planning.workload import HINT_TOKENS, PASS_TOKENS, TeacherModel, Workload
@@ -78,8 +79,9 @@ def resident_bytes(work: Workload) -> dict[str, float]:
 
 
 def sampler_bytes(work: Workload) -> float:
-    """The plain copy that samples and scores beside the shards, whole on each rank."""
-    if work.num_gpus == 1 or work.rollout_servers is not None:
+    """The plain copy that samples and scores beside the shards, whole on each rank. With servers
+    for rollouts it stays: it scores for a live teacher, and checks them."""
+    if work.num_gpus == 1:
         return 0.0
     models = work.models
     item = 4 if _has_average(work) else ITEM_SIZE[models.dtype]
@@ -129,13 +131,13 @@ def _casts(work: Workload) -> bool:
 
 def kv_cache_tokens(work: Workload) -> int:
     """`rollout.kv_cache_tokens`, resolved as the run would on this device."""
+    if work.server_cache_tokens is not None:
+        return int(work.server_cache_tokens)
     budget = work.recipe.rollout.kv_cache_tokens
     if budget != "auto":
         return budget
     if not work.device.is_gpu:
         return DEFAULT_TOKENS
-    if work.server_cache_tokens is not None:
-        return int(work.server_cache_tokens)
     resident = resident_bytes(work)
     held = sum(
         resident.get(n, 0.0)
@@ -168,10 +170,11 @@ def row_tokens(work: Workload) -> float:
 
 def rollout_memory(work: Workload) -> PhaseMemory:
     parts = resident_bytes(work)
-    is_teachers = work.num_student_rows < work.num_teacher_rows
+    num_student = work.num_student_rows if work.rollout_servers is None else 0.0
+    num_teacher = work.num_teacher_rows * work.local_share
+    is_teachers = num_student < num_teacher
     shape = work.models.scorer if is_teachers else work.models.student
-    num_sampled = work.num_teacher_rows if is_teachers else work.num_student_rows
-    if num_sampled and work.rollout_servers is None:
+    if num_sampled := max(num_student, num_teacher):
         rows = num_cache_rows(work, num_sampled / work.num_replicas)
         positions = row_tokens(work)
         if work.device.is_gpu:
@@ -189,7 +192,60 @@ def rollout_memory(work: Workload) -> PhaseMemory:
             # A later turn's prefill gathers a layer's keys and values, and repeats them by head.
             repeats = 1 + shape.num_heads / shape.num_kv_heads
             parts["forward pass"] += repeats * parts["KV cache"] / shape.num_layers
+        if work.num_mixed_rows:
+            _add_teachers_cache(work, parts, rows)
     return PhaseMemory(phase="rollout", parts=parts)
+
+
+def _add_teachers_cache(work: Workload, parts: dict[str, float], rows: int) -> None:
+    """Mixed sampling holds two KV caches, within the budget of one where it is full, and the logits
+    of both models."""
+    shape, positions = work.models.scorer, row_tokens(work) + work.lengths.context
+    rows = min(rows, max(1, int(kv_cache_tokens(work) // (row_tokens(work) + positions))))
+    parts["teacher's KV cache"] = rows * positions * kv_bytes_per_token(work, shape)
+    parts["KV cache"] = min(parts["KV cache"], rows * row_tokens(work) * kv_bytes_per_token(work))
+    parts["forward pass"] += 12.0 * rows * shape.vocab_size
+
+
+def writing_memory(
+    work: Workload, phase: str, *, number: float, num_input: float, num_output: float
+) -> PhaseMemory | None:
+    """Of a teacher in this process that writes `number` texts. None: none does."""
+    if not work.is_scored or not number:
+        return None
+    shape, parts = work.models.scorer, resident_bytes(work)
+    positions = num_input + num_output
+    on_rank = number * work.local_share / work.num_replicas
+    rows = max(1, min(round(on_rank), int(kv_cache_tokens(work) // positions)))
+    parts["KV cache"] = rows * positions * kv_bytes_per_token(work, shape)
+    if _casts(work) and not work.models.teachers and (work.num_gpus == 1 or _has_average(work)):
+        parts["bf16 weights"] = 2.0 * shape.num_parameters
+    prefill = min(PASS_TOKENS[work.device.is_gpu], rows * num_input)
+    parts["forward pass"] = max(
+        prefill * pass_bytes_per_token(shape, work.models.dtype), 12.0 * rows * shape.vocab_size
+    )
+    return PhaseMemory(phase=phase, parts=parts)
+
+
+def correction_memories(work: Workload) -> list[PhaseMemory]:
+    """Of draft stages whose questions the teacher answers, and of take-overs."""
+    memories = [
+        writing_memory(
+            work, "drafts", number=questions.number, num_input=questions.input_tokens,
+            num_output=questions.output_tokens,
+        )
+        for questions in list_questions(work)
+        if questions.num_concurrent is None
+    ]  # fmt: skip
+    largest = sorted(filter(None, memories), key=lambda memory: memory.total)[-1:]
+    if (takeovers := count_takeovers(work)) is not None:
+        taken_over = writing_memory(
+            work, "take-over", number=takeovers.number,
+            num_input=work.lengths.prompt + work.lengths.context + takeovers.prefix,
+            num_output=takeovers.new + takeovers.observed,
+        )  # fmt: skip
+        return [*largest, *filter(None, [taken_over])]
+    return largest
 
 
 # ── teacher ──────────────────────────────────────────────────────────────────────────────────────
@@ -199,7 +255,11 @@ def target_bytes(work: Workload) -> float:
     """Hidden states of the teacher for each sampled token, until the update has used them."""
     if not work.is_scored or not work.needs_hidden or work.defers_hints:
         return 0.0
-    tokens = work.num_rows * (work.lengths.context if work.recipe.reader else work.lengths.new)
+    if work.recipe.reader is None:
+        tokens = sum(rows.number * rows.scored * rows.new for rows in work.rows)
+    else:
+        tokens = work.num_rows * work.lengths.context
+        tokens += sum(r.number * r.scored * r.new for r in work.rows if not r.is_sampled)
     item = 4 if work.models.dtype == "float32" else 2
     return tokens * work.models.scorer.hidden_size * item / work.num_gpus
 
@@ -229,7 +289,7 @@ def teacher_memory(work: Workload) -> PhaseMemory:
             parts["bf16 weights"] = 2.0 * work.models.student.num_parameters
         parts["targets"] = target_bytes(work)
         extra = 0.0 if work.recipe.reader else work.lengths.context
-        _, tokens = work.pack(PASS_TOKENS[work.device.is_gpu], extra)
+        _, tokens = work.pack(PASS_TOKENS[work.device.is_gpu], work.num_scored_rows, extra)
         if work.recipe.reader is not None:
             parts["KV cache of trunks"] = tokens * kv_bytes_per_token(work)
             parts["keys of hints"] = branch_bytes(work, tokens)
@@ -291,7 +351,7 @@ def gradient_bytes(work: Workload, num_passes: int, tokens: float) -> float:
 def update_memory(work: Workload) -> PhaseMemory:
     parts = resident_bytes(work)
     models, shards = work.models, work.num_gpus
-    num_passes, tokens = work.pack(work.micro_batch_tokens)
+    num_passes, tokens = work.pack(work.micro_batch_tokens, work.num_trained_rows)
     parts["gradients"] = gradient_bytes(work, num_passes, tokens) / shards
     if _casts(work) and shards == 1:
         parts["bf16 weights"] = 2.0 * models.student.num_parameters
@@ -330,7 +390,8 @@ def num_gathered_parameters(shape: ModelShape) -> int:
 
 
 def phase_memories(work: Workload) -> tuple[PhaseMemory, ...]:
-    return (rollout_memory(work), teacher_memory(work), update_memory(work))
+    corrections = correction_memories(work)
+    return (rollout_memory(work), *corrections, teacher_memory(work), update_memory(work))
 
 
 def host_bytes(work: Workload) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,13 +24,7 @@ def resolve_shapes(
         student = read_shape(
             config.model, option="--shape", trust_remote_code=config.trust_remote_code
         )
-    if config.keep_layers is not None:
-        if max(config.keep_layers, default=0) >= student.num_layers:
-            raise PlanError(
-                f"student.keep_layers names layer {max(config.keep_layers)}; {student.name} has "
-                f"{student.num_layers}, counted from 0"
-            )
-        student = replace(student, num_layers=len(config.keep_layers))
+    student = prune_shape(student, config.keep_layers)
     teachers: dict[str, ModelShape] = {}
     for teacher in recipe.model_teachers:
         if isinstance(teacher, ModelTeacherConfig) and teacher.model not in teachers:
@@ -48,6 +42,18 @@ def resolve_shapes(
             f"--teacher-shape {teacher_shape}: no teacher here is another model. Remove it"
         )
     return student, teachers
+
+
+def prune_shape(shape: ModelShape, keep_layers: Sequence[int] | None) -> ModelShape:
+    """With `student.keep_layers` alone."""
+    if keep_layers is None:
+        return shape
+    if max(keep_layers, default=0) >= shape.num_layers:
+        raise PlanError(
+            f"student.keep_layers names layer {max(keep_layers)}; {shape.name} has "
+            f"{shape.num_layers}, counted from 0"
+        )
+    return replace(shape, num_layers=len(keep_layers))
 
 
 def read_shape(model: str, *, option: str, trust_remote_code: bool = False) -> ModelShape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +14,22 @@ from courtside.planning.gpus import Device, find_device
 from courtside.planning.lengths import KnownLengths, MeasuredTasks, choose_lengths, measure_tasks
 from courtside.planning.measured import MeasuredRun, read_run
 from courtside.planning.models import resolve_shapes
+from courtside.planning.rates import (
+    describe_rates,
+    list_used_rates,
+    make_rates,
+    refuse_unused_rates,
+)
 from courtside.planning.servers import find_rollout_servers, find_teacher_servers
+from courtside.planning.shapes import ModelShape
 from courtside.planning.timing import Utilisation, default_utilisation
-from courtside.planning.workload import Lengths, PlannedModels, Workload, plan_models
+from courtside.planning.workload import (
+    Lengths,
+    PlannedModels,
+    ServerGpus,
+    Workload,
+    plan_models,
+)
 from courtside.recipe import Recipe
 from courtside.recipe.load import RECIPE_PATH, load_recipe, require_path
 from courtside.report.summary import summarize_recipe
@@ -34,17 +47,8 @@ SERVERS_NOTE = (
 OTHER_GPU_NOTE = (
     "times were measured on an H200 and two CPU cores only; for this GPU they are scaled"
 )
-TAKEOVER_NOTE = (
-    "take-overs are left out: how many drafts the teacher continues, and how many continuations "
-    "train, is known when they are graded"
-)
-DRAFTS_NOTE = (
-    "draft stages are left out: what judges, rewriters and critics write, and how many repairs "
-    "train, is known when they are graded; chosen pairs cost what their samples do"
-)
 MIXED_SAMPLING_NOTE = (
-    "mixed sampling is counted as sampling by the student alone; it decodes eagerly, with a pass "
-    "of the teacher a token, and takes longer"
+    "mixed sampling decodes eagerly, with a pass of each model a token; its time was not measured"
 )
 HINTS_NOTE = "hints cost what their number and length are: assumed here, measured by a run"
 
@@ -107,6 +111,7 @@ def plan(
     turns: float | None = None,
     observation_tokens: float | None = None,
     context_tokens: float | None = None,
+    assume: Mapping[str, float] | None = None,
     price_per_hour: float | None = None,
     run: str | Path | None = None,
 ) -> CostPlan:
@@ -116,30 +121,92 @@ def plan(
     models whose files are not at hand. Tokens that are not given are measured on the recipe's tasks
     or assumed, which the plan says; `new_tokens` and `observation_tokens` are those of one turn.
     `num_gpus`: that train; `rollout_gpus`, `teacher_gpus`: of all servers with that role together.
-    `run`: an earlier run on the same kind of device, whose lengths and seconds replace defaults.
+    `assume`: what only grades decide, by the names of `--assume`, e.g. `failed_fraction`. `run`: an
+    earlier run on the same kind of device, whose lengths, rates and seconds replace defaults.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(require_path(recipe, "plan: recipe", f"a Recipe, {RECIPE_PATH}"))
-    lengths = KnownLengths(
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        turns=turns,
-        observation_tokens=observation_tokens,
-        context_tokens=context_tokens,
-    )
     device = find_device(gpu, num_gpus)
+    options = PlanOptions(
+        device=device,
+        num_gpus=num_gpus,
+        rollout_gpus=rollout_gpus,
+        teacher_gpus=teacher_gpus,
+        lengths=KnownLengths(
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            turns=turns,
+            observation_tokens=observation_tokens,
+            context_tokens=context_tokens,
+        ),
+        assume=assume or {},
+        price_per_hour=price_per_hour,
+    )
+    folder = None if run is None else require_path(run, "plan: run", "the path of a run folder")
+    return plan_run(recipe, options, shape=shape, teacher_shape=teacher_shape, run=folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What a plan is given, beside the recipe and the shapes of its models."""
+
+    device: Device
+    num_gpus: int = 1
+    """That train."""
+    rollout_gpus: int | None = None
+    """Of all servers of `rollout.server` together. None: the training GPUs sample."""
+    teacher_gpus: int | None = None
+    """The same of a teacher behind servers. None: they are left out."""
+    lengths: KnownLengths = field(default_factory=KnownLengths)
+    assume: Mapping[str, float] = field(default_factory=dict)
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.price_per_hour is not None and not 0 <= self.price_per_hour < 1e6:
+            raise PlanError(
+                f"--price-per-hour {self.price_per_hour:g}: give the price of a GPU and hour"
+            )
+
+
+def plan_run(
+    recipe: Recipe,
+    options: PlanOptions,
+    *,
+    shape: str | None = None,
+    teacher_shape: str | None = None,
+    run: Path | None = None,
+) -> CostPlan:
+    """As `plan`, with its arguments as records."""
+    refuse_unused_rates(options.assume, [recipe])
+    servers = find_teacher_servers(recipe, options.teacher_gpus, teacher_shape, options.device)
+    local_shape = teacher_shape if servers is None else None
+    shapes = resolve_shapes(recipe, shape=shape, teacher_shape=local_shape)
+    measured = None if run is None else read_run(run, options.device)
+    return plan_recipe(recipe, *shapes, options, teacher_servers=servers, measured=measured)
+
+
+def plan_recipe(
+    recipe: Recipe,
+    student: ModelShape,
+    teachers: Mapping[str, ModelShape],
+    options: PlanOptions,
+    *,
+    teacher_servers: ServerGpus | None = None,
+    measured: MeasuredRun | None = None,
+    loadable: Recipe | None = None,
+) -> CostPlan:
+    """`teachers`: by `teacher.model`. `loadable`: where `recipe` names stages of a pipeline, the
+    one whose tasks and tokenizer are measured."""
+    device, num_gpus, lengths = options.device, options.num_gpus, options.lengths
     _check_device(recipe, device)
-    if price_per_hour is not None and not 0 <= price_per_hour < 1e6:
-        raise PlanError(f"--price-per-hour {price_per_hour:g}: give the price of a GPU and hour")
-    teacher_servers = find_teacher_servers(recipe, teacher_gpus, teacher_shape, device)
-    local_shape = teacher_shape if teacher_servers is None else None
-    student, teachers = resolve_shapes(recipe, shape=shape, teacher_shape=local_shape)
     models = plan_models(recipe, student, teachers, device)
-    measured: MeasuredRun | None = None
-    if run is not None:
-        measured = read_run(require_path(run, "plan: run", "the path of a run folder"), device)
+    used_rates = list_used_rates(recipe)
+    explicit = {name: rate for name, rate in options.assume.items() if name in used_rates}
+    measured_rates = dict[str, float]()
+    if measured is not None:
         lengths = measured.fill(lengths, recipe)
-    measure = partial(_measure_or_explain, recipe)
+        measured_rates = measured.choose_rates(recipe)
+    measure = partial(_measure_or_explain, loadable or recipe)
     chosen, assumptions = choose_lengths(recipe, lengths, measure)
     work = Workload(
         recipe=recipe,
@@ -147,11 +214,14 @@ def plan(
         lengths=chosen,
         device=device,
         num_gpus=num_gpus,
-        rollout_servers=find_rollout_servers(recipe, rollout_gpus, student, device),
+        rollout_servers=find_rollout_servers(recipe, options.rollout_gpus, student, device),
         teacher_servers=teacher_servers,
+        rates=make_rates({**measured_rates, **explicit}),
     )
-    factors = measured.factors if measured is not None else {}
-    utilisation = default_utilisation(work)
+    assumptions += describe_rates(
+        work, explicit, measured_rates, "" if measured is None else measured.path.name
+    )
+    factors = {} if measured is None else _choose_factors(work, measured)
     run_estimate = partial(estimate, factors=factors)
     return CostPlan(
         recipe=summarize_recipe(recipe),
@@ -162,9 +232,9 @@ def plan(
         models=models,
         lengths=chosen,
         estimate=run_estimate(work),
-        utilisation=utilisation,
+        utilisation=default_utilisation(work),
         factors=factors,
-        price_per_hour=price_per_hour,
+        price_per_hour=options.price_per_hour,
         changes=propose_changes(work, run_estimate),
         assumptions=tuple(assumptions),
         notes=tuple(_notes(work, measured)),
@@ -178,6 +248,16 @@ def _check_device(recipe: Recipe, device: Device) -> None:
             f"student.device = {device_kind!r} and --gpu {device.name} contradict each other. Set "
             "student.device = 'auto'"
         )
+
+
+def _choose_factors(work: Workload, measured: MeasuredRun) -> dict[str, float]:
+    """Those of phases that the training GPUs compute: a run says nothing about planned servers."""
+    served = set[str]()
+    if work.rollout_servers is not None:
+        served |= {"rollout", "evaluate"}
+    if work.teacher_servers is not None:
+        served |= {"drafts", "teacher"}
+    return {name: factor for name, factor in measured.factors.items() if name not in served}
 
 
 def _measure_or_explain(recipe: Recipe) -> MeasuredTasks:
@@ -206,17 +286,14 @@ def _notes(work: Workload, measured: MeasuredRun | None) -> list[str]:
         notes.append("a custom teacher's cost is not known and left out")
     if work.recipe.server_teachers and work.teacher_servers is None:
         notes.append(
-            "a teacher behind servers costs nothing here; --teacher-gpus plans its servers, too"
+            "a teacher behind servers takes no time here, and its FLOPs follow "
+            "teacher.num_parameters; --teacher-gpus plans its servers, too"
         )
     if work.recipe.rollout.server is not None and work.rollout_servers is None:
         notes.append(
             "rollout.server samples elsewhere; the rollout is planned as if it were here. "
             "--rollout-gpus plans its servers"
         )
-    if work.recipe.takeover is not None:
-        notes.append(TAKEOVER_NOTE)
-    if work.recipe.drafts:
-        notes.append(DRAFTS_NOTE)
     if work.recipe.rollout.mixed_sampling is not None:
         notes.append(MIXED_SAMPLING_NOTE)
     return notes

@@ -131,3 +131,34 @@ def on_servers(work: Workload, servers: ServerGpus) -> Workload:
         server_cache_tokens=server_cache_tokens(work, servers),
         rollout_servers=None,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherPlace:
+    """GPUs that teachers are on, as the same step computed there."""
+
+    work: Workload
+    shape: ModelShape
+    share: float
+    """Of the tasks."""
+    is_served: bool
+
+
+def list_teacher_places(work: Workload) -> list[TeacherPlace]:
+    """Of the teachers whose GPUs are in the plan: this process, servers, or with routes both."""
+    places = []
+    if work.local_share:
+        places.append(
+            TeacherPlace(
+                work=work, shape=work.models.scorer, share=work.local_share, is_served=False
+            )
+        )
+    if work.teacher_servers is not None:
+        servers = work.teacher_servers
+        places.append(
+            TeacherPlace(
+                work=on_servers(work, servers), shape=servers.shape, share=work.served_share,
+                is_served=True,
+            )
+        )  # fmt: skip
+    return places

@@ -5,6 +5,7 @@ from __future__ import annotations
 from courtside.planning.estimate import PhaseEstimate
 from courtside.planning.flops import PhaseFlops
 from courtside.planning.gpus import GIB
+from courtside.planning.pipeline import PipelinePlan
 from courtside.planning.plan import CostPlan
 from courtside.planning.servers import ServerPlan
 from courtside.report.summary import format_duration, format_number
@@ -14,21 +15,72 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def headline(plan: CostPlan) -> str:
-    is_single = plan.num_all_gpus == 1
-    device = plan.device.name if is_single else f"{plan.num_all_gpus} × {plan.device.name}"
-    where = f"{device}, {plan.device.memory / GIB:,.0f} GiB"
-    on_paper = " (on paper)" if plan.is_on_paper else ""
-    lines = [plan.recipe, f"on {where}{'' if is_single else ' each'}{on_paper}"]
+    lines = [plan.recipe, _place(plan)]
     if plan.estimate.servers:
-        parts = [f"{plan.num_gpus} to train", *map(_describe_server, plan.estimate.servers)]
-        lines.append("; ".join(parts))
+        lines.append(_describe_servers(plan))
     return "\n".join(lines)
+
+
+def _place(plan: CostPlan | PipelinePlan) -> str:
+    number = plan.num_all_gpus
+    device = plan.device.name if number == 1 else f"{number} × {plan.device.name}"
+    where = f"{device}, {plan.device.memory / GIB:,.0f} GiB"
+    return f"on {where}{' each' if number > 1 else ''}{' (on paper)' if plan.is_on_paper else ''}"
+
+
+def _describe_servers(plan: CostPlan) -> str:
+    return "; ".join([f"{plan.num_gpus} to train", *map(_describe_server, plan.estimate.servers)])
 
 
 def _describe_server(plan: ServerPlan) -> str:
     servers = plan.servers
     each = f" of {servers.tensor_parallel}" if servers.tensor_parallel > 1 else ""
     return f"{servers.num_gpus} for {servers.num_replicas} {plan.role} servers{each}"
+
+
+def stage_rows(pipeline: PipelinePlan) -> Rows:
+    """A stage each, then all of them."""
+    columns = [
+        "stage",
+        "steps",
+        "time",
+        "tokens in",
+        "tokens out",
+        "FLOPs",
+        "GiB",
+        "in the",
+        "fits",
+    ]
+    rows = []
+    for name, plan in pipeline.stages.items():
+        estimate, peak = plan.estimate, plan.estimate.peak
+        steps, fits = f"{estimate.steps:,}", "yes" if plan.fits else "no"
+        work = _work_cells(estimate.seconds, estimate.flops)
+        rows.append([name, steps, *work, _gib(peak.total), peak.phase, fits])
+    name, peak = pipeline.peak
+    fits = "yes" if pipeline.fits else "no"
+    work = _work_cells(pipeline.seconds, pipeline.flops)
+    rows.append(["all stages", "", *work, _gib(peak.total), peak.phase, fits])
+    return columns, rows
+
+
+def _work_cells(seconds: float, flops: PhaseFlops) -> list[str]:
+    counts = (flops.input_tokens, flops.output_tokens, flops.counted)
+    return [format_duration(seconds), *map(_count, counts)]
+
+
+def pipeline_headline(pipeline: PipelinePlan) -> str:
+    return f"a pipeline of {len(pipeline.stages)} stages\n{_place(pipeline)}"
+
+
+def pipeline_lines(pipeline: PipelinePlan) -> list[str]:
+    name, peak = pipeline.peak
+    verdict = "fits" if pipeline.fits else "DOES NOT FIT"
+    return [
+        f"{verdict}: {_gib(peak.total)} GiB at the most, in the {peak.phase} of stage {name}, of "
+        f"{_gib(pipeline.device.memory)} GiB",
+        *_cost_lines("all stages", pipeline),
+    ]
 
 
 def describe_models(plan: CostPlan) -> str:
@@ -46,7 +98,7 @@ def phase_rows(plan: CostPlan) -> Rows:
     """Of a step; then all steps, and the evaluations."""
     estimate = plan.estimate
     columns = ["a step", "time", "tokens in", "tokens out", "FLOPs", "executed", "of the peak"]
-    rows = [_phase_row(phase.name, phase, plan) for phase in estimate.phases if phase.seconds]
+    rows = [_phase_row(phase.name, phase, plan) for phase in estimate.phases]
     gpus = plan.num_all_gpus
     step = PhaseEstimate(
         name="", flops=estimate.step_flops, seconds=estimate.step_seconds, num_gpus=gpus
@@ -77,7 +129,7 @@ def _phase_row(name: str, phase: PhaseEstimate, plan: CostPlan) -> list[str]:
     rate = plan.device.flops * phase.num_gpus * phase.seconds
     return [
         name,
-        format_duration(phase.seconds),
+        format_duration(phase.seconds) if phase.seconds else "–",
         _count(flops.input_tokens),
         _count(flops.output_tokens),
         _count(flops.counted),
@@ -127,23 +179,34 @@ def summary_lines(plan: CostPlan) -> list[str]:
         lines.append("the next step is sampled while this one trains: a step takes the longer one")
     if estimate.host_bytes:
         lines.append(f"main memory for AdamW's moments: {_gib(estimate.host_bytes)} GiB, pinned")
+    if estimate.budget_end is not None:
+        lines.append(f"ends after {estimate.steps:,} steps by its budget: {estimate.budget_end}")
+    if estimate.step_flops.calls:
+        calls, tokens = estimate.step_flops.calls, estimate.step_flops.endpoint_tokens
+        lines.append(
+            f"calls to endpoints: {_count(calls)} a step, {_count(calls * estimate.steps)} in all, "
+            f"with {_count(tokens * estimate.steps)} tokens; their FLOPs and price are not here"
+        )
     lines += [f"{name}: {rate}" for name, rate in _rates(plan)]
-    hours = f"{format_duration(estimate.seconds)} = {plan.hours:,.3g} h"
+    lines += _cost_lines("whole run", plan)
+    return lines
+
+
+def _cost_lines(what: str, plan: CostPlan | PipelinePlan) -> list[str]:
+    hours = f"{format_duration(3600 * plan.hours)} = {plan.hours:,.3g} h"
     if plan.num_all_gpus > 1:
         hours += f", {plan.gpu_hours:,.3g} GPU hours"
-    lines.append(f"whole run: {hours}, models loaded in addition")
+    money = "money: give --price-per-hour"
     if plan.cost is not None:
-        price = plan.price_per_hour
-        lines.append(f"money: {plan.cost:,.2f}, at {price:,.2f} a GPU and hour")
-    else:
-        lines.append("money: give --price-per-hour")
-    return lines
+        money = f"money: {plan.cost:,.2f}, at {plan.price_per_hour:,.2f} a GPU and hour"
+    return [f"{what}: {hours}, models loaded in addition", money]
 
 
 def _rates(plan: CostPlan) -> list[tuple[str, str]]:
     rates = []
     for phase in plan.estimate.phases:
-        tokens = phase.flops.output_tokens or phase.flops.input_tokens
+        is_sampling = phase.name == "rollout"
+        tokens = phase.flops.output_tokens if is_sampling else phase.flops.num_tokens
         if tokens and phase.seconds:
             rates.append((phase.name, f"{format_number(tokens / phase.seconds)} tokens/s"))
     return rates

@@ -7,22 +7,24 @@ those of CPUs on two cores; docs/plan.md has every row and what it was off by.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
+from courtside.planning.corrections import count_takeovers, list_questions, ranks_by_teacher
 from courtside.planning.flops import (
     PhaseFlops,
+    answer_flops,
     attention_flops,
-    evaluation_flops,
+    local_scoring_flops,
+    ranking_flops,
     reader_flops,
-    served_teacher_flops,
-    teacher_flops,
+    served_scoring_flops,
     update_flops,
 )
-from courtside.planning.memory import ITEM_SIZE, kv_bytes_per_token, num_cache_rows
-from courtside.planning.servers import on_servers
+from courtside.planning.memory import ITEM_SIZE, kv_bytes_per_token, kv_cache_tokens, num_cache_rows
+from courtside.planning.servers import list_teacher_places, on_servers
 from courtside.planning.shapes import ModelShape
-from courtside.planning.workload import GPUS_PER_MACHINE, PASS_TOKENS, Workload
+from courtside.planning.workload import GPUS_PER_MACHINE, PASS_TOKENS, Lengths, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,29 +162,48 @@ def _prefill_seconds(
 
 
 def rollout_seconds(work: Workload, use: Utilisation) -> float:
-    total, work = 0.0, find_sampler(work)
-    shapes = (
-        (work.models.student, work.num_student_rows),
-        (work.models.scorer, work.num_teacher_rows),
-    )
-    for shape, rows in shapes:
+    total = mixed_sampling_seconds(work, use)
+    num_student = work.num_student_rows - work.num_mixed_rows
+    samplers = [
+        (find_sampler(work), work.models.student, num_student),
+        *((p.work, p.shape, p.share * work.num_teacher_rows) for p in list_teacher_places(work)),
+    ]
+    for place, shape, rows in samplers:
         if rows:
-            total += _prefill_seconds(shape, work, use, prompts=rows / work.group_size, rows=rows)
+            total += _prefill_seconds(shape, place, use, prompts=rows / work.group_size, rows=rows)
             total += TURN_SECONDS * rows * (work.lengths.turns - 1)
             total += decode_seconds(
-                shape, work, use, rows=rows, new=work.lengths.new,
+                shape, place, use, rows=rows, new=work.lengths.new,
                 group_size=work.group_size,
             )  # fmt: skip
     return total
 
 
+def mixed_sampling_seconds(work: Workload, use: Utilisation) -> float:
+    """Two models decode eagerly, one after the other; each layer is launched as in a forward pass.
+    Both KV caches share one budget, so half as many rows are decoded at a time."""
+    if not (rows := work.num_mixed_rows):
+        return 0.0
+    eager = replace(use, decode_layer_seconds=max(use.decode_layer_seconds, use.pass_layer_seconds))
+    lengths, rollout = work.lengths, work.recipe.rollout
+    halved = rollout.model_copy(update={"kv_cache_tokens": max(1, kv_cache_tokens(work) // 2)})
+    half = replace(work, recipe=work.recipe.model_copy(update={"rollout": halved}))
+    total = 0.0
+    for shape, context in ((work.models.student, 0.0), (work.models.scorer, lengths.context)):
+        alone = replace(half, lengths=replace(lengths, prompt=lengths.prompt + context))
+        total += _prefill_seconds(shape, alone, use, prompts=rows / work.group_size, rows=rows)
+        total += decode_seconds(shape, alone, eager, rows=rows, new=lengths.new, group_size=1)
+    return total
+
+
 def _pass_seconds(
     flops: PhaseFlops, shape: ModelShape, work: Workload, use: Utilisation, *, limit: int,
+    num_rows: float,
     num_forward: float,
     extra: float = 0.0,
 ) -> float:  # fmt: skip
     """`num_forward`: forward passes that one costs as much as; a backward pass counts as two."""
-    passes, _ = work.pack(limit, extra)
+    passes, _ = work.pack(limit, num_rows, extra)
     overhead = passes * shape.num_layers * use.pass_layer_seconds * num_forward
     return execution_seconds(flops, work, use) + overhead
 
@@ -199,48 +220,115 @@ def reader_seconds(work: Workload, use: Utilisation) -> float:
     )  # fmt: skip
 
 
-def teacher_seconds(work: Workload, use: Utilisation) -> float:
-    if work.teacher_servers is not None:
-        servers = on_servers(work, work.teacher_servers)
-        return execution_seconds(served_teacher_flops(work), servers, use)
-    if not work.is_scored and not work.recipe.needs_reference:
+def drafts_seconds(work: Workload, use: Utilisation) -> float:
+    """Of draft stages. An endpoint's calls take what `call_seconds` says."""
+    seconds = 0.0
+    if ranks_by_teacher(work):
+        seconds += served_scoring_seconds(work, use, work.num_student_rows)
+    if ranks_by_teacher(work) and work.local_share:
+        seconds += (
+            _pass_seconds(
+                ranking_flops(replace(work, teacher_servers=None)),
+                work.models.scorer,
+                work,
+                use,
+                limit=PASS_TOKENS[work.device.is_gpu],
+                num_rows=work.num_student_rows,
+                num_forward=1,
+                extra=work.lengths.context,
+            )
+            * work.local_share
+        )
+    for questions in list_questions(work):
+        if questions.num_concurrent is not None:
+            rounds = questions.number / questions.num_concurrent
+            seconds += rounds * (work.rates.call_seconds or 0.0)
+        else:
+            lengths = Lengths(prompt=questions.input_tokens, new=max(1, questions.output_tokens))
+            seconds += _writing_seconds(work, use, questions.number, lengths)
+    return seconds
+
+
+def takeover_seconds(work: Workload, use: Utilisation) -> float:
+    if (takeovers := count_takeovers(work)) is None:
         return 0.0
+    lengths = work.lengths
+    share = takeovers.new / lengths.new
+    played = Lengths(
+        prompt=lengths.prompt + lengths.context + takeovers.prefix,
+        new=max(1.0, takeovers.new),
+        observed=takeovers.observed,
+        turns=max(1.0, lengths.turns * share),
+    )
+    seconds = _writing_seconds(work, use, takeovers.number, played)
+    return seconds + TURN_SECONDS * takeovers.number * (played.turns - 1)
+
+
+def _writing_seconds(work: Workload, use: Utilisation, number: float, lengths: Lengths) -> float:
+    """Of teachers, here or on their servers, that write `number` texts after prompts of their
+    own."""
+    seconds = 0.0
+    for place in list_teacher_places(work):
+        if rows := place.share * number:
+            shape, alone = place.shape, replace(place.work, lengths=lengths)
+            seconds += _prefill_seconds(shape, alone, use, prompts=rows, rows=rows)
+            seconds += decode_seconds(shape, alone, use, rows=rows, new=lengths.new, group_size=1)
+    return seconds
+
+
+def teacher_seconds(work: Workload, use: Utilisation) -> float:
+    served = served_scoring_seconds(work, use, work.num_scored_rows)
+    if not work.is_scored and not work.recipe.needs_reference:
+        return served
     limit = PASS_TOKENS[work.device.is_gpu]
     # Hints before the update: the trunks' passes, and those of their branches.
     is_tree = work.recipe.reader is not None and not work.defers_hints
+    num_rows = work.num_scored_rows * work.local_share if work.is_scored else work.num_all_rows
     seconds = _pass_seconds(
-        teacher_flops(work),
+        local_scoring_flops(work),
         work.models.scorer,
         work,
         use,
         limit=limit,
+        num_rows=num_rows,
         num_forward=2 if is_tree else 1,
         extra=0.0 if work.recipe.reader else work.lengths.context,
     )
-    return seconds
+    return served + seconds
+
+
+def served_scoring_seconds(work: Workload, use: Utilisation, num_rows: float) -> float:
+    if work.teacher_servers is None:
+        return 0.0
+    servers = on_servers(work, work.teacher_servers)
+    return execution_seconds(served_scoring_flops(work, num_rows), servers, use)
 
 
 def update_seconds(work: Workload, use: Utilisation) -> float:
     shape, recipe, device = work.models.student, work.recipe, work.device
     num_forward = 4 if recipe.student.gradient_checkpointing else 3
     limit = work.micro_batch_tokens
+    num_rows = work.num_trained_rows
     seconds = _pass_seconds(
-        update_flops(work), shape, work, use, limit=limit, num_forward=num_forward
-    )
+        update_flops(work), shape, work, use, limit=limit, num_rows=num_rows,
+        num_forward=num_forward,
+    )  # fmt: skip
     trained = work.models.num_trained / work.num_gpus
     # Weight, gradient and two moments in float32, read and written.
     seconds += 28.0 * trained / (use.bandwidth * device.bandwidth)
     if recipe.train.optimizer_offload and device.is_gpu:
         seconds += 8.0 * trained / (HOST_LINK_SHARE * device.host_link)
     # Forward, backward and the reduced gradients.
-    return seconds + _gather_seconds(work, shape, limit, times=num_forward)
+    return seconds + _gather_seconds(work, shape, limit, num_rows, times=num_forward)
 
 
-def _gather_seconds(work: Workload, shape: ModelShape, limit: int, *, times: float) -> float:
+def _gather_seconds(
+    work: Workload, shape: ModelShape, limit: int, num_rows: float, *, times: float
+) -> float:
     """Sharded weights are gathered in every pass; nothing of it is hidden behind the matmuls."""
     if work.num_gpus == 1:
         return 0.0
-    passes, _ = work.pack(limit)
+    passes, _ = work.pack(limit, num_rows)
     item = ITEM_SIZE.get(work.models.base_dtype, 2)
     remote = (work.num_gpus - 1) / work.num_gpus * item * shape.num_parameters
     is_one_machine = work.num_gpus <= GPUS_PER_MACHINE
@@ -249,14 +337,19 @@ def _gather_seconds(work: Workload, shape: ModelShape, limit: int, *, times: flo
 
 
 def evaluation_seconds(work: Workload, use: Utilisation, *, by_teacher: bool) -> float:
-    work = work if by_teacher else find_sampler(work)
+    if not by_teacher:
+        return _answer_seconds(work.models.student, find_sampler(work), use)
+    return sum(p.share * _answer_seconds(p.shape, p.work, use) for p in list_teacher_places(work))
+
+
+def _answer_seconds(shape: ModelShape, work: Workload, use: Utilisation) -> float:
+    """Of a model that answers the tasks of an evaluation."""
     config = work.recipe.evaluate
     rows = float(config.num_tasks * config.samples_per_task)
-    shape = work.models.scorer if by_teacher else work.models.student
     lengths = work.lengths
     new = lengths.new if lengths.evaluated is None else lengths.evaluated
     tokens = rows * lengths.prompt
-    flops = evaluation_flops(work, by_teacher=by_teacher)
+    flops = answer_flops(work, shape, 0)
     prefill = flops.layers * lengths.prompt / (lengths.prompt + new) / matmul_rate(work, use)
     passes = max(lengths.turns, tokens / PASS_TOKENS[work.device.is_gpu])
     prefill += passes * shape.num_layers * use.pass_layer_seconds
@@ -267,12 +360,13 @@ def estimate_seconds(work: Workload, use: Utilisation) -> Timing:
     recipe = work.recipe
     phases = {
         "rollout": rollout_seconds(work, use),
+        "drafts": drafts_seconds(work, use),
         "reader": reader_seconds(work, use),
-        "teacher": teacher_seconds(work, use),
+        "teacher": takeover_seconds(work, use) + teacher_seconds(work, use),
         "update": update_seconds(work, use),
-        "record": RECORD_SECONDS * work.num_rows * work.lengths.sequence,
+        "record": RECORD_SECONDS * work.num_all_rows * work.lengths.sequence,
     }
-    has_teacher = recipe.evaluate.teacher and work.is_scored and recipe.reader is None
+    has_teacher = recipe.evaluate.teacher and recipe.reader is None
     return Timing(
         phases={name: seconds for name, seconds in phases.items() if seconds},
         evaluation=evaluation_seconds(work, use, by_teacher=False),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import mean
 
 from courtside.errors import PlanError
+from courtside.planning.corrections import Rates, Rows, list_rows
 from courtside.planning.gpus import Device
 from courtside.planning.shapes import ModelShape
 from courtside.recipe import Recipe
@@ -123,7 +125,7 @@ class ServerGpus:
         return self.num_gpus // self.num_replicas
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for the cached property
 class Workload:
     """The sizes of one step, from a recipe and its lengths."""
 
@@ -141,6 +143,10 @@ class Workload:
     """None: the ranks score, or the servers' costs are left out."""
     server_cache_tokens: float | None = None
     """Of a replica's KV cache, where servers sample. None: that of a rank."""
+    rates: Rates = field(default_factory=Rates)
+    """Of corrections."""
+    num_steps: int | None = None
+    """Over which a changing mix is averaged, where a budget ends the run. None: train.steps."""
 
     @property
     def num_replicas(self) -> float:
@@ -154,20 +160,20 @@ class Workload:
 
     @property
     def num_rows(self) -> float:
-        """Trajectories of a step; the mean over steps where the mix changes."""
+        """Trajectories of a step without corrections; the mean over steps where the mix changes."""
         return self.num_student_rows + self.num_teacher_rows + self.num_dataset_rows
 
     @property
     def num_student_rows(self) -> float:
         """Trajectories that the student samples."""
-        return self._num_sampled_prompts * self.recipe.rollout.samples_per_prompt
+        return self.num_sampled_prompts * self.recipe.rollout.samples_per_prompt
 
     @property
     def num_teacher_rows(self) -> float:
         """Trajectories that the teacher samples."""
         if self.recipe.tasks.is_recorded or self.recipe.rollout.off_policy != "teacher":
             return 0.0
-        prompts = self.recipe.train.prompts_per_step - self._num_sampled_prompts
+        prompts = self.recipe.train.prompts_per_step - self.num_sampled_prompts
         return prompts * self.recipe.rollout.samples_per_prompt
 
     @property
@@ -177,7 +183,7 @@ class Workload:
             return float(self.recipe.train.prompts_per_step)
         if self.recipe.rollout.off_policy != "dataset":
             return 0.0
-        prompts = self.recipe.train.prompts_per_step - self._num_sampled_prompts
+        prompts = self.recipe.train.prompts_per_step - self.num_sampled_prompts
         return prompts * self._num_completions
 
     @property
@@ -186,18 +192,92 @@ class Workload:
         return 2 if any(loss.kind == "preference" for loss in self.recipe.losses) else 1
 
     @property
-    def _num_sampled_prompts(self) -> float:
+    def num_sampled_prompts(self) -> float:
         """Prompts of a step that the student answers; the mean over the steps."""
         if self.recipe.tasks.is_recorded:
             return 0.0
-        prompts, rollout = self.recipe.train.prompts_per_step, self.recipe.rollout
-        steps = range(self.recipe.train.steps)
-        return mean(round(prompts * rollout.student_fraction_at(step)) for step in steps)
+        return mean(map(self._count_sampled_prompts, self._steps))
+
+    def _count_sampled_prompts(self, step: int) -> int:
+        fraction = self.recipe.rollout.student_fraction_at(step)
+        return round(self.recipe.train.prompts_per_step * fraction)
+
+    @property
+    def _steps(self) -> range:
+        return range(self.num_steps or self.recipe.train.steps)
+
+    @property
+    def num_mixed_rows(self) -> float:
+        """Of the student's trajectories: those that the teacher samples with it."""
+        config, rollout = self.recipe.rollout.mixed_sampling, self.recipe.rollout
+        if config is None or self.recipe.tasks.is_recorded:
+            return 0.0
+        prompts = mean(
+            round(config.fraction_at(step) * self._count_sampled_prompts(step))
+            for step in self._steps
+        )
+        return prompts * rollout.samples_per_prompt
+
+    @cached_property
+    def rows(self) -> tuple[Rows, ...]:
+        """What a step scores and trains, corrections included."""
+        return list_rows(self)
+
+    @property
+    def num_all_rows(self) -> float:
+        """All of it, in trajectories of mean length."""
+        return self._count_whole((1.0, rows) for rows in self.rows)
+
+    @property
+    def num_scored_rows(self) -> float:
+        """The same of what the teacher scores."""
+        return self._count_whole((rows.scored, rows) for rows in self.rows)
+
+    @property
+    def num_trained_rows(self) -> float:
+        """The same of what is in the update."""
+        return self._count_whole((rows.trained, rows) for rows in self.rows)
+
+    def _count_whole(self, groups: Iterable[tuple[float, Rows]]) -> float:
+        tokens = sum(fraction * rows.number * rows.length for fraction, rows in groups)
+        return tokens / self.lengths.sequence
 
     @property
     def is_scored(self) -> bool:
         """Whether a teacher in this process scores the trajectories."""
         return len(self.recipe.model_teachers) > len(self.recipe.server_teachers)
+
+    @property
+    def num_served(self) -> int:
+        """Parameters of a teacher behind servers: those of its shape where its GPUs are planned,
+        else as the recipe states them. 0: it does not."""
+        if self.teacher_servers is not None:
+            return self.teacher_servers.shape.num_parameters
+        sizes = [teacher.num_parameters or 0 for teacher in self.recipe.server_teachers]
+        return round(mean(sizes)) if sizes else 0
+
+    @property
+    def local_share(self) -> float:
+        """Of the tasks: those whose teacher is in this process. Routes share them about equally;
+        servers without GPUs in the plan have none."""
+        if not self.is_scored:
+            return 0.0
+        return 1.0 - self.served_share
+
+    @property
+    def served_share(self) -> float:
+        """Of the tasks: those whose teacher is behind servers with GPUs in the plan."""
+        if self.teacher_servers is None:
+            return 0.0
+        return len(self.recipe.server_teachers) / len(self.recipe.model_teachers)
+
+    @property
+    def num_teacher(self) -> int:
+        """Parameters of a teacher, as a run counts them."""
+        if not self.is_scored:
+            return self.num_served
+        local, served = self.local_share, self.served_share
+        return round(local * self.models.num_scorer + served * self.num_served)
 
     @property
     def defers_hints(self) -> bool:
@@ -247,26 +327,27 @@ class Workload:
         """Of a trajectory, after its prompt."""
         return self.lengths.new + self.lengths.observed
 
-    def num_computed(self, extra: float = 0.0) -> float:
-        """Tokens of the forward passes over all trajectories, shared prompts counted once.
+    def num_computed(self, rows: float, extra: float = 0.0) -> float:
+        """Tokens of the forward passes over `rows` trajectories, shared prompts counted once.
         `extra`: more tokens of each sequence."""
-        groups = self.num_rows / self.group_size
+        groups = rows / self.group_size
         return groups * (self.lengths.prompt + extra + self.group_size * self.suffix_tokens)
 
-    def num_attended(self, extra: float = 0.0) -> float:
+    def num_attended(self, rows: float, extra: float = 0.0) -> float:
         """Pairs of a token and one that it attends to, in all of these passes."""
         prefix, suffix = self.lengths.prompt + extra, self.suffix_tokens
         suffix_pairs = self.group_size * suffix * (prefix + suffix / 2)
-        return self.num_rows / self.group_size * (prefix**2 / 2 + suffix_pairs)
+        return rows / self.group_size * (prefix**2 / 2 + suffix_pairs)
 
     @property
     def micro_batch_tokens(self) -> int:
         return self.recipe.train.micro_batch_tokens or PASS_TOKENS[self.device.is_gpu]
 
-    def pack(self, limit: int, extra: float = 0.0) -> tuple[int, float]:
-        """Passes of at most `limit` tokens on each GPU, and the tokens of a full one."""
+    def pack(self, limit: int, num_rows: float, extra: float = 0.0) -> tuple[int, float]:
+        """`num_rows` trajectories as passes of at most `limit` tokens on each GPU, and the tokens
+        of a full one."""
         prompt = self.lengths.prompt + extra
-        rows = max(1, round(self.num_rows / self.num_gpus))
+        rows = max(1, round(num_rows / self.num_gpus))
         per_group = prompt + self.group_size * self.suffix_tokens
         if per_group <= limit:
             groups = max(1, rows // self.group_size)

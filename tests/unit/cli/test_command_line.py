@@ -174,7 +174,7 @@ def test_rescore_wants_step_numbers(calls: Calls) -> None:
 
 def test_export(calls: Calls) -> None:
     done = run("export", "runs/a", "out", "--step", "3", "--adapter")
-    options = {"step": 3, "adapter": True, "dtype": "float32", "push": None}
+    options = {"step": 3, "adapter": True, "base": False, "dtype": "float32", "push": None}
     assert calls[0] == ("export", (Path("runs/a"), Path("out")), options)
     assert done.stdout == "Written: out\nServe: vllm serve out\n"
     done = run("export", "runs/a", "out", "--dtype", "bfloat16", "--push", "ada/student")

@@ -214,97 +214,6 @@ def test_pruned_students_have_fewer_layers() -> None:
         plan(make_recipe(student={"model": "Qwen/Qwen3-8B", "keep_layers": [36]}), **PROMPTS)
 
 
-# ── servers ──────────────────────────────────────────────────────────────────────────────────────
-
-TEACHER = {"kind": "server", "server": {"urls": ["http://a:1", "http://b:1"],
-                                        "model": "Qwen/Qwen3-32B"}}  # fmt: skip
-TOP_K = [{"kind": "divergence", "support": {"kind": "top_k", "k": 64, "of": "teacher"}}]
-SAMPLER = {"urls": [f"http://localhost:{port}" for port in range(1, 5)], "model": "student"}
-
-
-def served(**server: Any) -> Recipe:
-    rollout = {"samples_per_prompt": 4, "max_new_tokens": 512}
-    if server:
-        rollout["server"] = SAMPLER | server
-    return make_recipe(teacher=TEACHER, losses=TOP_K, rollout=rollout)
-
-
-def seconds_of(result: courtside.CostPlan) -> dict[str, float]:
-    return {phase.name: phase.seconds for phase in result.estimate.phases}
-
-
-def test_servers_have_gpus_of_their_own() -> None:
-    alone = plan(served(max_staleness=0), **PROMPTS)
-    split = plan(served(max_staleness=0), rollout_gpus=4, teacher_gpus=4, **PROMPTS)
-    assert (split.num_gpus, split.num_all_gpus, split.is_on_paper) == (1, 9, True)
-    assert split.gpu_hours == 9 * split.hours
-    before, after = seconds_of(alone), seconds_of(split)
-    assert after["rollout"] < before["rollout"] and "teacher" not in before
-    assert after["update"] == before["update"]
-    assert split.estimate.step_seconds == pytest.approx(sum(after.values()))
-    rollout, teacher = split.estimate.servers
-    assert (teacher.servers.num_replicas, teacher.servers.tensor_parallel) == (2, 2)
-    assert teacher.weight_bytes == 2 * split.estimate.servers[1].servers.shape.num_parameters / 2
-    assert rollout.fits and teacher.fits
-    memory = {phase.phase: phase.parts for phase in split.estimate.memory}
-    assert "KV cache" not in memory["rollout"] and "KV cache" in {
-        name for phase in alone.estimate.memory for name in phase.parts
-    }
-    assert any("never measured" in note for note in split.notes)
-
-
-def test_the_teachers_time_is_that_of_whole_sequences() -> None:
-    """By hand: no prefix is shared, and the LM head covers prompts, too."""
-    result = plan(served(), teacher_gpus=4, **PROMPTS)
-    shape = result.estimate.servers[0].servers.shape
-    tokens, length = 256 * 640, 640
-    matmuls = 2 * (shape.num_linear_parameters + shape.num_head_parameters) * tokens
-    attention = 4 * shape.num_layers * shape.query_size * 256 * length**2 / 2
-    rate = 4 * GPUS["h200"].flops
-    expected = matmuls / (0.65 * rate) + attention / (0.28 * rate)
-    assert seconds_of(result)["teacher"] == pytest.approx(expected)
-    twice = plan(served(), teacher_gpus=8, **PROMPTS)
-    assert seconds_of(twice)["teacher"] == pytest.approx(expected / 2)
-
-
-def test_sampling_ahead_takes_the_longer_of_the_two() -> None:
-    result = plan(served(max_staleness=1), rollout_gpus=4, teacher_gpus=4, **PROMPTS)
-    seconds = seconds_of(result)
-    training = sum(seconds.values()) - seconds["rollout"]
-    assert result.estimate.step_seconds == pytest.approx(max(seconds["rollout"], training))
-
-
-def test_a_model_that_its_server_cannot_hold_does_not_fit() -> None:
-    """Qwen3-32B takes 61 GiB in bfloat16."""
-    result = plan(served(), gpu="a100-40", teacher_gpus=2, **PROMPTS)
-    assert not result.estimate.servers[0].fits and not result.fits
-    assert plan(served(), gpu="h100", teacher_gpus=2, **PROMPTS).estimate.servers[0].fits
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rollout_gpus": 2}, r"--rollout-gpus 2: the recipe samples in the training process"),
-        ({"teacher_gpus": 3}, r"--teacher-gpus 3: the recipe names 2 addresses.*multiple of 2"),
-        ({"teacher_gpus": 0}, r"--teacher-gpus 0"),
-        ({"teacher_gpus": 32}, r"at most 8"),
-        ({"teacher_gpus": 2, "gpu": "cpu"}, r"with --gpu cpu: servers are planned on GPUs"),
-    ],
-)
-def test_servers_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        plan(served(), **{"gpu": "h200", **options}, **PROMPTS)
-    with pytest.raises(PlanError, match=r"--teacher-gpus 2: the recipe has 0 models"):
-        plan(make_recipe(), teacher_gpus=2, **PROMPTS)
-
-
-def test_a_split_that_training_refuses_today_says_so() -> None:
-    result = plan(served(max_staleness=1), num_gpus=8, rollout_gpus=4, **PROMPTS)
-    assert any(note.startswith("refused today with 8 processes: rollout.server") for note in
-               result.notes)  # fmt: skip
-    assert not any("refused" in note for note in plan(served(), num_gpus=8, **PROMPTS).notes)
-
-
 # ── what does not fit ────────────────────────────────────────────────────────────────────────────
 
 
@@ -474,16 +383,95 @@ def test_a_plan_of_known_shapes_loads_no_torch(recipe_file: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_left_out_is_said() -> None:
+# ── corrections ──────────────────────────────────────────────────────────────────────────────────
+
+SERVER = {"base_url": "http://localhost:1/v1", "model": "big", "max_concurrency": 4}
+REWRITE = {"kind": "rewrite", "endpoint": SERVER, "max_new_tokens": 100}
+IMITATE = [{"kind": "cross_entropy", "on": "teacher"}, {"kind": "divergence", "on": "student"}]
+TAKEOVER = ("takeover.at=random", 'losses=[{kind="cross_entropy", on="teacher"}]')
+
+
+def test_mixed_sampling_says_that_its_time_is_not_measured() -> None:
     rollout = {"samples_per_prompt": 4, "max_new_tokens": 512, "mixed_sampling": {"top_k": 20}}
-    plain = plan(make_recipe(), gpu="h200", **PROMPTS)
-    assert not any("take-over" in note or "mixed" in note for note in plain.notes)
-    both = plan(make_recipe(takeover={}, rollout=rollout), gpu="h200", **PROMPTS)
-    assert any("take-overs are left out" in note for note in both.notes)
-    assert any("mixed sampling is counted as" in note for note in both.notes)
-    losses = [{"kind": "preference"}]
-    drafts = plan(
-        make_recipe(drafts=[{"kind": "choose"}], losses=losses, teacher=None), gpu="h200", **PROMPTS
+    plain, mixed = (plan(make_recipe(**c), **PROMPTS) for c in ({}, {"rollout": rollout}))
+    assert any("mixed sampling decodes eagerly" in note for note in mixed.notes)
+    assert not any("mixed" in note for note in plain.notes)
+    before, after = (result.estimate for result in (plain, mixed))
+    assert after.phases[0].seconds > 2 * before.phases[0].seconds
+    assert "teacher's KV cache" in after.memory[0].parts
+    # Both caches are within the budget of one.
+    assert after.phases[1] == before.phases[1] and after.phases[2] == before.phases[2]
+
+
+def test_calls_to_an_endpoint_are_counted_as_calls() -> None:
+    recipe = make_recipe(drafts=[REWRITE], losses=IMITATE)
+    assume = {"failed_fraction": 0.5, "question_tokens": 900, "reply_tokens": 60}
+    most = plan(recipe, **PROMPTS)
+    result = plan(recipe, assume=assume | {"call_seconds": 2.0}, **PROMPTS)
+    (drafts,) = (phase for phase in result.estimate.phases if phase.name == "drafts")
+    assert drafts.flops.counted == drafts.flops.executed == 0
+    assert drafts.flops.calls == 64 * 4 * 0.5
+    assert (drafts.flops.input_tokens, drafts.flops.output_tokens) == (128 * 900, 128 * 60)
+    assert drafts.seconds == 128 / 4 * 2.0
+    (drafts,) = (phase for phase in most.estimate.phases if phase.name == "drafts")
+    assert drafts.flops.calls == 256 and drafts.flops.output_tokens == 256 * 100
+    assert any("calls take no time (assumed" in line for line in most.assumptions)
+    assert any(line.startswith("50% of the drafts fail (given)") for line in result.assumptions)
+    assert not any("drafts" in memory.phase for memory in result.estimate.memory)
+
+
+def test_a_teacher_that_writes_takes_time_and_memory() -> None:
+    recipe = make_recipe(drafts=[REWRITE | {"endpoint": None}], losses=IMITATE, takeover={})
+    result = plan(recipe, **PROMPTS).estimate
+    assert [memory.phase for memory in result.memory] == [
+        "rollout", "drafts", "take-over", "teacher", "update",
+    ]  # fmt: skip
+    assert all(memory.parts["KV cache"] > 0 for memory in result.memory[:3])
+    drafts = next(phase for phase in result.phases if phase.name == "drafts")
+    assert drafts.seconds > 0 and drafts.flops.executed > 0 and drafts.flops.calls == 0
+    half = plan(recipe, assume={"failed_fraction": 0.5}, **PROMPTS).estimate
+    assert half.step_flops.counted < 0.65 * result.step_flops.counted
+
+
+@pytest.mark.parametrize(
+    ("changes", "assume", "message"),
+    [
+        ((), "failed_fraction=0.5", "nothing in this recipe depends on it. Remove it"),
+        (TAKEOVER, "pair_fraction=1", "It depends on failed_fraction, "),
+        (TAKEOVER, "failed_fraction=1.5", "give a number from 0 to 1 "),
+        (TAKEOVER, "prefix_tokens=-1", "give a number from 0 to "),
+        (TAKEOVER, "failed=1", "--assume failed: is not known. Known: failed_fraction, "),
+        (TAKEOVER, "failed_fraction", "give NAME=VALUE with a number"),
+    ],
+)
+def test_rates_that_cannot_be_are_refused(
+    changes: tuple[str, ...], assume: str, message: str, recipe_file: Path
+) -> None:
+    args = (str(recipe_file), *changes, "--prompt-tokens", "100", "--assume", assume)
+    done = run_command(*args)
+    assert done.exit_code == 2 and message in done.stderr.replace("\n", " ")
+
+
+def test_the_command_says_how_a_budget_ends_the_run(recipe_file: Path) -> None:
+    args = (str(recipe_file), "--prompt-tokens", "100", "train.max_student_tokens=100000")
+    text = run_command(*args).stdout
+    # 64 samples of 228 tokens, sampled and trained: 29 thousand a step.
+    assert "ends after 4 steps by its budget: train.max_student_tokens = 100k, of which a" in text
+    assert "4 steps" in text and "50 steps" not in text
+
+
+def test_a_served_teacher_has_the_flops_of_its_stated_size_and_no_time() -> None:
+    server = {"kind": "server", "server": {"urls": ["http://localhost:1"], "model": "big"}}
+    losses = [{"kind": "policy_gradient", "advantage": "teacher_gap"}]
+    without_size, with_size = (
+        plan(make_recipe(teacher=server | size, losses=losses), **PROMPTS).estimate
+        for size in ({}, {"num_parameters": 10**9})
     )
-    assert any("draft stages are left out" in note for note in drafts.notes)
-    assert not any("draft stages" in note for note in plain.notes)
+    first, second = (
+        next(phase for phase in result.phases if phase.name == "teacher")
+        for result in (without_size, with_size)
+    )
+    num_tokens = 64 * 4 * (128 + 512)
+    assert first.flops.input_tokens == second.flops.teacher_tokens == num_tokens
+    assert (first.flops.counted, second.flops.counted) == (0, 2e9 * num_tokens)
+    assert first.seconds == second.seconds == 0
