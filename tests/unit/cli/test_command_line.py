@@ -179,7 +179,7 @@ def test_export(calls: Calls) -> None:
     assert done.stdout == "Written: out\nServe: vllm serve out\n"
     done = run("export", "runs/a", "out", "--dtype", "bfloat16", "--push", "ada/student")
     assert calls[2][2] == {
-        "step": None, "adapter": False, "dtype": "bfloat16", "push": "ada/student",
+        "step": None, "adapter": False, "base": False, "dtype": "bfloat16", "push": "ada/student",
     }  # fmt: skip
     assert "Pushed: ada/student" in done.stdout
 
