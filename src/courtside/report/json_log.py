@@ -97,11 +97,12 @@ class JsonLinesHandler(logging.Handler):
 
 
 @contextmanager
-def log_events(config: RunConfig, run: Path, rank: int) -> Iterator[RunConsole]:
-    """The console whose events are logged as the recipe says, while the context is open."""
+def log_events(config: RunConfig, run: Path, rank: int) -> Iterator[RunConsole | None]:
+    """The console whose events are logged as the recipe says, while the context is open; None: it
+    asks for no log."""
     replaces_console = config.log_format == "json"
     if not replaces_console and config.log_file is None:
-        yield RunConsole()
+        yield None
         return
     console = JsonConsole(run, rank)
     with ExitStack() as stack:

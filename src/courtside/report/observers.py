@@ -74,7 +74,8 @@ def open_observers(
         events = stack.enter_context(log_events(config, run, rank))
         is_ours = isinstance(console, PlainConsole | RichConsole)
         consoles = [] if is_ours and config.log_format == "json" else [console]
-        consoles.append(events)
+        if events is not None:
+            consoles.append(events)
         if config.metrics_port is not None and rank == 0:
             monitor = RunMonitor(run.name, stall_seconds=60 * config.stall_minutes)
             server = MetricsServer(monitor, host=config.metrics_host, port=config.metrics_port)
@@ -82,4 +83,4 @@ def open_observers(
             consoles.insert(0, monitor)
             for observer in consoles:
                 observer.print_line(f"metrics: {server.url}/metrics, health: {server.url}/health")
-        yield ConsoleGroup(consoles)
+        yield consoles[0] if len(consoles) == 1 else ConsoleGroup(consoles)
