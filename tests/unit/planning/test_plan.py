@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.plan_recipes import PROMPTS, make_recipe
 from support.plan_rows import distillation_work
 from typer.testing import CliRunner
 
@@ -22,22 +23,7 @@ from courtside.planning.estimate import estimate
 from courtside.planning.gpus import GIB, GPUS
 from courtside.planning.plan import plan
 from courtside.planning.workload import Lengths
-from courtside.recipe import Recipe
 from courtside.recipe.load import parse_recipe
-
-PROMPTS = {"prompt_tokens": 128.0}
-
-
-def make_recipe(**sections: Any) -> Recipe:
-    tree: dict[str, Any] = {
-        "student": {"model": "Qwen/Qwen3-8B-Base"},
-        "tasks": {"kind": "arithmetic"},
-        "rollout": {"samples_per_prompt": 4, "max_new_tokens": 512},
-        "teacher": {"kind": "model", "model": "Qwen/Qwen3-32B"},
-        "losses": [{"kind": "divergence"}],
-        "train": {"steps": 100, "prompts_per_step": 64},
-    }
-    return parse_recipe({**tree, **sections})
 
 
 @pytest.fixture

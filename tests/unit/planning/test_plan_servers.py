@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.plan_recipes import PROMPTS, make_recipe
 
 import courtside
 from courtside.cli.plan import format_plan, plan_tree
@@ -15,23 +16,7 @@ from courtside.planning.lengths import KnownLengths
 from courtside.planning.pipeline import plan_pipeline
 from courtside.planning.plan import PlanOptions, plan
 from courtside.recipe import Recipe
-from courtside.recipe.load import parse_recipe
 from courtside.recipe.pipeline import parse_pipeline
-
-PROMPTS = {"prompt_tokens": 128.0}
-
-
-def make_recipe(**sections: Any) -> Recipe:
-    tree: dict[str, Any] = {
-        "student": {"model": "Qwen/Qwen3-8B-Base"},
-        "tasks": {"kind": "arithmetic"},
-        "rollout": {"samples_per_prompt": 4, "max_new_tokens": 512},
-        "teacher": {"kind": "model", "model": "Qwen/Qwen3-32B"},
-        "losses": [{"kind": "divergence"}],
-        "train": {"steps": 100, "prompts_per_step": 64},
-    }
-    return parse_recipe({**tree, **sections})
-
 
 TEACHER = {"kind": "server", "server": {"urls": ["http://a:1", "http://b:1"],
                                         "model": "Qwen/Qwen3-32B"}}  # fmt: skip
