@@ -12,7 +12,6 @@ def main() -> None:
         NO_OUTPUT,
         describe_lost_output,
         limit_spinning,
-        prints_only,
         tolerate_closed_output,
     )
     from courtside.interrupts import end_on_signals, raise_on_signals
@@ -24,8 +23,7 @@ def main() -> None:
         faulthandler.enable(sys.stderr.fileno())  # a crash in C names the Python line it is in
     from courtside.cli.app import app, print_error
 
-    is_listing = prints_only(sys.argv[1:])
-    if is_listing and not has_output:
+    if not has_output:
         print_error(NO_OUTPUT)
         sys.exit(2)
     try:
@@ -34,7 +32,7 @@ def main() -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if lost := describe_lost_output():
             print_error(lost)
-            code = code or (2 if is_listing else 1)
+            code = code or 2
         if "torch" not in sys.modules:
             sys.exit(code)
         _exit_now(code)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from typing import Any, TextIO
 
 CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Errors of a pipe or terminal whose reader has gone: nobody misses the output."""
 
 
-PRINTING = ("recipes", "schema", "show", "plan", "evaluate", "rescore", "check-env")
-"""Commands whose result is what they print."""
-
-NO_OUTPUT = "standard output is closed, and this command prints its result. Send it to a file"
+NO_OUTPUT = (
+    "standard output is closed, and a command says there what it does and what came out. Send it "
+    "to a file, or to /dev/null"
+)
 
 
 class LossyStream:
@@ -75,21 +75,15 @@ def tolerate_closed_output() -> bool:
     return has_output
 
 
-def prints_only(arguments: Sequence[str]) -> bool:
-    """Whether a command's result is what it prints. The others write files, or serve."""
-    return not arguments or "--help" in arguments or arguments[0] in (*PRINTING, "--version")
-
-
 def describe_lost_output() -> str | None:
-    """Why what the command printed is not complete; None: it is, or its reader has gone (`| head`),
-    or it writes files and was started without a standard output."""
+    """Why what the command printed is not complete; None: it is, or its reader has gone (`| head`)."""
     sys.stdout.flush()
     failure = getattr(sys.stdout, "failure", None)
     if failure is None:
         return None
     return (
         f"standard output could not be written ({failure}), so what was printed is not complete. "
-        "Make room, or send it elsewhere; files of a run are written apart from it"
+        "Make room, or send it elsewhere. Files of a run are written apart from it, and none was lost"
     )
 
 
