@@ -1,7 +1,8 @@
 """The list of commands, and their exit codes.
 
 0: done. 1: the run failed, and the message says what is saved. 2: bad usage or recipe, and nothing
-was done; or standard output could not be written, and files of the run are complete. 3: a gate of a pipeline failed; all stages are saved.
+was done; or standard output could not be written, and files of the run are complete. 3: a gate of a
+pipeline failed; all stages are saved.
 128 + N: stopped by signal N, after saving (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP).
 """
 

@@ -76,14 +76,14 @@ def tolerate_closed_output() -> bool:
 
 
 def describe_lost_output() -> str | None:
-    """Why what the command printed is not complete; None: it is, or its reader has gone (`| head`)."""
+    """Why what was printed is not complete; None: it is, or its reader has gone (`| head`)."""
     sys.stdout.flush()
     failure = getattr(sys.stdout, "failure", None)
     if failure is None:
         return None
     return (
         f"standard output could not be written ({failure}), so what was printed is not complete. "
-        "Make room, or send it elsewhere. Files of a run are written apart from it, and none was lost"
+        "Make room, or send it elsewhere. The files of a run are complete"
     )
 
 
