@@ -1,9 +1,9 @@
-"""Compiles the kernels of the fused head and of layers for a GPU, on a machine without one.
+"""Compiles the kernels of the fused head, of layers and of decoding for a GPU, without having one.
 
     python tests/numerics/compile_kernels.py [--all]
 
 What the interpreter lets pass (types, registers) fails here. Prints a line of resources a kernel;
-exit status 1 where one spills registers.
+exit status 1 where one spills registers. Decode attention in float32, the rare case, may spill.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from courtside.engines.kernels import layers, layers_autograd, prefix_gather
+from courtside.engines.kernels import decode, layers, layers_autograd, prefix_gather
 from courtside.engines.kernels.layers_autograd import BACKWARD_REGISTERS
 from courtside.losses.fused.kernels import FORMS, PER_ROW, vocabulary_kernel
 from courtside.losses.fused.tail_kernel import tail_kernel
@@ -152,8 +152,63 @@ LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
          {"WIDTH": 1024, "BLOCK": 1024, "IS_FLOAT64": kind == "fp64"}, 4)
         for kind in ("bf16", "fp32", "fp64")
     ),
+    (layers._append_kv, "key=fp32 value=bf16 keys=bf16 values=bf16 lengths=i64",
+     "key_row key_head value_row value_head cache_row cache_head capacity",
+     {"SIZE": 128, "PADDED": 128}, 1),
+    (layers._swiglu, "gate=bf16 up=bf16 out=bf16", "gate_row up_row",
+     {"SIZE": 3072, "BLOCK": 1024}, 4),
+    (decode._sum_blocks, "logits=bf16 maxima=fp32 totals=fp32",
+     "vocab_size row_stride num_blocks", {"BLOCK": 4096, "SCALE_PER_ROW": False}, 4),
+    (decode._sum_blocks, "logits=fp32 maxima=fp32 totals=fp32 scale=fp32",
+     "vocab_size row_stride num_blocks", {"BLOCK": 4096, "SCALE_PER_ROW": True}, 4),
+    (decode._sample, "logits=bf16 maxima=fp32 totals=fp32 uniforms=fp64 ids=i64 logps=fp32",
+     "vocab_size row_stride num_blocks", {"BLOCK": 4096, "BLOCKS": 64}, 4),
 ]  # fmt: skip
 """Kernel, the numbers behind its pointers, its integers, its constants and warps."""
+
+
+def attention_resources(
+    *,
+    dtype: str = "bf16",
+    size: int = 128,
+    group: int = 2,
+    splits: int = 1,
+    windowed: bool = False,
+    capped: bool = False,
+    sinks: bool = False,
+) -> str:
+    """Of a decode step, as `decode.decode_attention` starts it for heads of this size."""
+    padded = max(triton.next_power_of_2(size), 16)
+    num_bytes = 2 if dtype == "bf16" else 4
+    constants = {
+        "SHARES_PREFIXES": True, "HAS_WINDOW": windowed, "HAS_SOFTCAP": capped, "HAS_SINKS": sinks,
+        "GROUP": group, "SPLITS": splits, "SIZE": size, "PADDED": padded,
+        "QUERIES": triton.next_power_of_2(max(group, 16)),
+        "POSITIONS": min(decode.BLOCK_POSITIONS, decode.MAX_BLOCK_BYTES // (padded * num_bytes)),
+        "EXACT": dtype == "fp32",
+    }  # fmt: skip
+    states = f"query={dtype} keys={dtype} values={dtype} out={dtype}"
+    pointers = f"{states} lengths=i64 prefix_rows=i64 prefix_lengths=i64 sinks=fp32"
+    integers = "window row_stride head_stride"
+    return layer_resources(
+        decode._attend, f"{pointers} parts=fp32 maxima=fp32 totals=fp32", integers, constants, 4
+    )
+
+
+def merge_resources(*, sinks: bool = False, splits: int = 16) -> str:
+    constants = {"HAS_SINKS": sinks, "SPLITS": splits, "SIZE": 96, "PADDED": 128}
+    pointers = "parts=fp32 maxima=fp32 totals=fp32 sinks=fp32 out=bf16"
+    return layer_resources(decode._merge, pointers, "num_heads", constants, 4)
+
+
+ATTENTION: list[dict[str, Any]] = [
+    {},
+    {"windowed": True, "splits": 4},
+    {"windowed": True, "sinks": True, "size": 64, "group": 8},  # gpt-oss
+    {"windowed": True, "size": 256, "group": 4},  # Gemma 3
+    {"capped": True, "windowed": True, "size": 256, "splits": 16},  # Gemma 2
+    {"dtype": "fp32", "size": 80, "group": 1, "splits": 2},
+]
 
 
 def layer_resources(
@@ -214,6 +269,14 @@ def main() -> None:
         usage = tail_resources(**options)
         spills += "STACK:0" not in usage or "LOCAL:0" not in usage
         print(f"tail_kernel, {options}: {usage}")
+    for options in ATTENTION:
+        usage = attention_resources(**options)
+        spills += options.get("dtype") != "fp32" and "STACK:0" not in usage
+        print(f"_attend, {options}: {usage}")
+    for options in ({}, {"sinks": True, "splits": 2}):
+        usage = merge_resources(**options)
+        spills += "STACK:0" not in usage or "LOCAL:0" not in usage
+        print(f"_merge, {options}: {usage}")
     for kernel, pointers, integers, constants, warps in LAYERS:
         usage = layer_resources(kernel, pointers, integers, constants, warps)
         spills += "STACK:0" not in usage or "LOCAL:0" not in usage
