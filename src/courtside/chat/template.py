@@ -215,13 +215,15 @@ class ChatTemplate:
                 else value
             )
 
-        trees = [name_thoughts(message_tree(message)) for message in messages]
-        if any("reasoning_content" in tree for tree in trees) and not self.renders_thoughts:
-            raise ModelError(
-                f"{self.name}: its chat template does not render thoughts that a message has apart "
-                "from its content (reasoning_content). Put them at the beginning of `content` as "
-                "the model writes them (<think>…</think>), or remove them"
-            )
+        trees = [message_tree(message) for message in messages]
+        if any("reasoning_content" in tree for tree in trees):
+            if not self.renders_thoughts:
+                raise ModelError(
+                    f"{self.name}: its chat template does not render thoughts that a message has "
+                    "apart from its content (reasoning_content). Put them at the beginning of "
+                    "`content` as the model writes them (<think>…</think>), or remove them"
+                )
+            trees = [name_thoughts(tree) for tree in trees]
         tools = next((json.loads(message.tools) for message in messages if message.tools), None)
         if tools and not self.takes_tools:
             raise ModelError(
@@ -261,7 +263,8 @@ class ChatTemplate:
 
     def _apply_as_is(self, trees: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
         options = {} if tools is None else {"tools": tools}
-        set_clock(self.tokenizer, self._day)
+        if self._writes_date:
+            set_clock(self.tokenizer, self._day)
         return str(
             self.tokenizer.apply_chat_template(
                 trees,
@@ -271,6 +274,10 @@ class ChatTemplate:
                 **self._args,
             )
         )
+
+    @cached_property
+    def _writes_date(self) -> bool:
+        return writes_date(self.tokenizer)
 
     # ── what the template can do, each probed once ───────────────────────────────────────────────
 
@@ -342,7 +349,7 @@ class ChatTemplate:
     @property
     def date_note(self) -> str | None:
         """What a user should know of a template that writes the date; None: nothing."""
-        if self._has_fixed_date or not writes_date(self.tokenizer):
+        if self._has_fixed_date or not self._writes_date:
             return None
         return (
             f"{self.name}: its chat template writes today's date into prompts, so a run that is "

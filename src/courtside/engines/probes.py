@@ -20,9 +20,13 @@ from courtside.engines.patches.attention import (
     cached_attention_patches,
     masks_by_layer_kind,
 )
-from courtside.engines.patches.capped_attention import needs_own_softmax
+from courtside.engines.patches.attention_variants import (
+    PROBE_WINDOW,
+    find_layer_kinds,
+    needs_own_softmax,
+    shrink_window,
+)
 from courtside.engines.patches.patch import apply_patches, eval_mode, patch_attention
-from courtside.engines.patches.windows import PROBE_WINDOW, find_layer_kinds, shrink_window
 from courtside.engines.probe_inputs import PROBE_ERRORS, probe_ids
 from courtside.engines.rope import LENGTH_DEPENDENT, find_rope_types, is_rope_fixed
 from courtside.engines.routing import Routers, find_routers

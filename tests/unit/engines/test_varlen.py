@@ -47,7 +47,7 @@ from courtside.engines.forward.varlen import (
     varlen_attention,
 )
 from courtside.engines.local import LocalEngine
-from courtside.engines.patches.capped_attention import AttentionVariant
+from courtside.engines.patches.attention_variants import AttentionVariant
 from courtside.errors import ModelError
 
 Make = Callable[..., LocalEngine]

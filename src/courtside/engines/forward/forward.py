@@ -40,7 +40,7 @@ from courtside.engines.forward.varlen import (
 )
 from courtside.engines.lm_head import LMHead
 from courtside.engines.patches.attention import attn_implementation
-from courtside.engines.patches.capped_attention import needs_own_softmax
+from courtside.engines.patches.attention_variants import needs_own_softmax
 from courtside.engines.patches.fused_layers import FusedLayers
 from courtside.engines.patches.patch import Patch, apply_patches, eval_mode, patch_attention
 from courtside.engines.probe_inputs import probe_ids

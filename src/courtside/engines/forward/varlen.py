@@ -37,7 +37,7 @@ from courtside.engines.patches.attention import (
     cast_attention_inputs,
     disable_cpu_autocast,
 )
-from courtside.engines.patches.capped_attention import AttentionVariant
+from courtside.engines.patches.attention_variants import AttentionVariant
 from courtside.errors import ModelError
 
 VARLEN_ATTENTION = "courtside_varlen"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from courtside.engines.patches.capped_attention import (
+from courtside.engines.patches.attention_variants import (
     AttentionVariant,
     attend,
     attend_backward,

@@ -11,8 +11,7 @@ import torch
 
 from courtside.engines.generation.kv_cache import KVCachePool, forward_new_tokens
 from courtside.engines.patches.attention import RowLengths
-from courtside.engines.patches.capped_attention import needs_own_softmax
-from courtside.engines.patches.windows import find_window
+from courtside.engines.patches.attention_variants import find_window, needs_own_softmax
 from courtside.engines.probes import distance_from_plain_forward, run_probe
 
 NUM_PROMPT = 7

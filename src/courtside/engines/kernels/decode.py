@@ -160,7 +160,7 @@ def decode_attention(
     `prefixes`: for each row another with the same keys and values, bit for bit, in its first
     positions, and their number.
     `window`: over the last `window` of these positions only. `softcap` and `sinks_H`: see
-    `patches/capped_attention.py`.
+    `patches/attention_variants.py`.
     The query is rounded to the dtype of the keys, as autocast would for torch's attention.
     """
     B, H, D = query_BHD.shape

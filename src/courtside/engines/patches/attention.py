@@ -22,13 +22,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from courtside.engines.patches.capped_attention import (
+from courtside.engines.patches.attention_variants import (
     AttentionVariant,
     attend,
+    find_layer_kinds,
+    find_window,
     needs_own_softmax,
 )
 from courtside.engines.patches.patch import Patch, patch_attention
-from courtside.engines.patches.windows import find_layer_kinds, find_window
 from courtside.errors import ModelError
 
 GQA_ATTENTION = "courtside_gqa_cpu"

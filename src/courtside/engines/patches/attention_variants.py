@@ -1,17 +1,24 @@
-"""Attention with a soft cap or sinks, which torch's kernels do not compute: forward and backward.
+"""Sliding windows, soft caps and sinks: which layers have them, and attention with the last two,
+which torch's kernels do not compute: forward and backward.
 
-A soft cap c replaces each score s by c·tanh(s/c). A sink is one more score per query head, with a
-value of zero: it takes a share of the softmax and adds nothing to the output.
+A window of w positions: a token attends to the last w positions, its own included. A soft cap c
+replaces each score s by c·tanh(s/c). A sink is one more score per query head, with a value of zero:
+it takes a share of the softmax and adds nothing to the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from courtside.engines.patches.patch import Patch
+
+PROBE_WINDOW = 5
+"""Positions: a small example crosses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +56,42 @@ def find_layer_window(attention: Any) -> int | None:
     return getattr(config, "sliding_window", None) or None
 
 
+def find_layer_kinds(model: Any) -> tuple[str, ...] | None:
+    """Distinct kinds of layers in the config; None: it names none."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    return tuple(dict.fromkeys(kinds)) if kinds else None
+
+
+def find_window(model: Any) -> int | None:
+    """The sliding window of the layers that have one; None: none has."""
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    kinds = find_layer_kinds(model)
+    if not window or (kinds is not None and "sliding_attention" not in kinds):
+        return None
+    return int(window)
+
+
+def shrink_window(model: Any) -> Iterator[Patch]:
+    """Patches by which the windows of the model's layers and masks are `PROBE_WINDOW` at most."""
+    window = find_window(model)
+    if window is None or window <= PROBE_WINDOW:
+        return
+    config = model.config.get_text_config()
+    yield Patch(config, "sliding_window", PROBE_WINDOW)
+    for module in model.modules():
+        if module is not model and vars(module).get("sliding_window") == window:
+            yield Patch(module, "sliding_window", PROBE_WINDOW)
+
+
 def needs_own_softmax(model: Any) -> bool:
     """Whether the model's attention has a soft cap or sinks, which torch's SDPA leaves out."""
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return True
     return any("sinks" in module._parameters for module in model.modules())
+
+
+# ── soft caps and sinks ──────────────────────────────────────────────────────────────────────────
 
 
 def attend(
