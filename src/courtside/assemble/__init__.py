@@ -7,7 +7,7 @@ from functools import partial
 
 from courtside.assemble.drafts import DraftFactory
 from courtside.assemble.inputs import load_inputs
-from courtside.assemble.models import load_models, load_untrained_student
+from courtside.assemble.models import load_models, load_untrained_student, make_student
 from courtside.assemble.overlap import RolloutThread, make_rollout_thread
 from courtside.assemble.rollouts import (
     make_episode_rollout,
@@ -43,7 +43,6 @@ from courtside.rollout.rewarded import RewardedRollout
 from courtside.rollout.shares import SharedRollout
 from courtside.runtime import Rollout, Runtime
 from courtside.tasks.graders import make_grader
-from courtside.training.student import Student
 
 
 def in_process(engine: LocalEngine) -> Engine:
@@ -93,15 +92,14 @@ def assemble(
             f"rollout: {engine.name} cannot load new weights, so its samples would not be the "
             "student's after the first step. Use an engine with weight updates"
         )
-    student = Student(
-        models.trainer, recipe, ranks=ranks,
-        vocab_size=models.vocab_size, pad_id=local.pad_id, progress=progress,
-    )  # fmt: skip
+    student = make_student(recipe, models, ranks, pad_id=local.pad_id, progress=progress)
 
     check_routing(recipe, local, student)
     score_first_reason = None
     if recipe.reader is not None:
-        score_first_reason = find_reason_to_score_first(recipe, student, local)
+        score_first_reason = find_reason_to_score_first(
+            recipe, student, local, is_sharded=ranks.is_sharded
+        )
     teachers = TeacherFactory(
         recipe=recipe,
         models=models,

@@ -21,6 +21,7 @@ from courtside.ranks import ALONE, Ranks
 from courtside.recipe import Recipe
 from courtside.recipe.teacher import ModelTeacherConfig
 from courtside.training.kv_budget import device_bytes, kv_cache_tokens
+from courtside.training.student import Student
 from courtside.training.weights import StudentWeights
 
 OTHER_VOCABULARY = "Token ids of one mean nothing to the other: choose a teacher of the same family"
@@ -111,6 +112,21 @@ def load_models(
         progress=progress,
         turns=ForwardTurns(ranks),
     )
+
+
+def make_student(
+    recipe: Recipe, models: Models, ranks: Ranks, *, pad_id: int, progress: ProgressMeter
+) -> Student:
+    options: dict[str, Any] = {
+        "vocab_size": models.vocab_size, "pad_id": pad_id, "progress": progress,
+    }  # fmt: skip
+    if not ranks.is_sharded:
+        return Student(models.trainer, recipe, **options)
+    from courtside.training.sharded_student import ShardedStudent
+    from courtside.training.sharding import ShardedWeights
+
+    assert isinstance(models.trainer, ShardedWeights)
+    return ShardedStudent(models.trainer, recipe, ranks=ranks, **options)
 
 
 def load_untrained_student(recipe: Recipe, models: Models) -> LocalEngine:

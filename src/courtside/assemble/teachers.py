@@ -255,10 +255,12 @@ class TeacherFactory:
         return engine
 
 
-def find_reason_to_score_first(recipe: Recipe, student: Student, local: LocalEngine) -> str | None:
+def find_reason_to_score_first(
+    recipe: Recipe, student: Student, local: LocalEngine, *, is_sharded: bool = False
+) -> str | None:
     """Why hints are scored before the update; None: the update scores them in its own pass."""
     teacher, hints = recipe.teacher, recipe.hints
-    if student.ranks.is_sharded:
+    if is_sharded:
         return "the student is sharded over processes"
     if not isinstance(teacher, SelfTeacherConfig) or teacher.weights != "live":
         return "the teacher is not the live student"

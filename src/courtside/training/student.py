@@ -1,12 +1,13 @@
 """One optimizer step from scored trajectories, whatever the losses are.
 
-The student knows no reader, teacher or rollout: what trains follows from the records.
+The student knows no reader, teacher or rollout: what trains follows from the records. This is the
+step of one process; `sharded_student.py` has what several do together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import compress, groupby, islice
@@ -22,12 +23,11 @@ from courtside.engines.forward.forward import (
     probe_forward_passes,
 )
 from courtside.engines.forward.tree_scoring import TrunkCache
-from courtside.engines.lm_head import find_lm_head
+from courtside.engines.lm_head import LMHead, find_lm_head
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.routing import Routers, find_routers
 from courtside.errors import NotFiniteError
 from courtside.progress import PhaseProgress, ProgressMeter
-from courtside.ranks import ALONE, Ranks
 from courtside.recipe import Recipe
 from courtside.recipe.router_validation import LOSS_NAME
 from courtside.seeds import seed_for
@@ -53,7 +53,6 @@ from courtside.training.metrics import MetricAccumulator, record_losses, step_me
 from courtside.training.optimizer import make_optimizer
 from courtside.training.preference import weigh_preferences
 from courtside.training.router_balance import StepRouting
-from courtside.training.shards import gather_whole
 from courtside.training.token_batch import forward_ids, gather_trained, make_token_batch
 from courtside.training.weights import StudentWeights
 from courtside.types import Scored, Update
@@ -68,26 +67,22 @@ class Student:
         vocab_size: int,
         pad_id: int,
         progress: ProgressMeter | None = None,
-        ranks: Ranks = ALONE,
     ):
         self.progress = progress or ProgressMeter()
-        self.ranks = ranks
         self.weights = weights
-        with ranks.work_apart(), weights.gather_head():
-            self.head = find_lm_head(weights.model, vocab_size=vocab_size)
+        self.head = self.find_head(vocab_size)
         self.recipe = recipe
         self.pad_id = pad_id
         self.optimizer = make_optimizer(weights.trained, recipe)
         self.micro_batch_tokens = recipe.train.micro_batch_tokens
         self.default_pass_tokens = default_pass_tokens(weights.device)
-        # Their gradients do not pass through autograd, where sharding collects them.
-        self.uses_cpu_patches = weights.device.type == "cpu" and not ranks.is_sharded
+        self.uses_cpu_patches = weights.device.type == "cpu"
         self.chunk = recipe.train.logits_chunk_tokens or default_chunk_size(
             vocab_size, weights.device
         )
         check_divergences(recipe.losses)
         self.batch: Sequence[Scored] = ()
-        """Records of the last step of all ranks, by id; empty on a rank alone."""
+        """Records of the last step of all ranks, by id; empty where there is one process."""
         self._routing: StepRouting | None = None
         """Of a mixture of experts whose routing is recorded."""
         self._cast_weights: CastWeights | None = None
@@ -96,24 +91,16 @@ class Student:
     def step(self, step: int, scored: Sequence[Scored]) -> Update:
         """Forward, backward and update over all of `scored`, in micro-batches of any size.
 
-        Without a token to train on, no weight changes and the update counts no tokens. `scored` is
-        this rank's share of the batch; terms, metrics and log-probs are those of the whole batch.
+        Without a token to train on, no weight changes and the update counts no tokens.
         """
-        batch = scored
-        if self.ranks.size > 1:
-            records = self.ranks.gather_lists([s.to_record() for s in scored])
-            self.batch = batch = sorted(records, key=lambda s: s.trajectory.id)
-        terms = self.make_terms(batch)
+        terms = self.make_terms(scored)
         rate = self.recipe.learning_rate_at(step)
         metrics, logps = MetricAccumulator(), LogProbs({}, {}, {})
         if any(term.num_tokens for term in terms):
             logps = self.accumulate(step, scored, terms, metrics)
-            metrics.merge(self.ranks)
             terms = [drop_harmful_turns(term, scored, logps.harmful) for term in terms]
         if any(term.num_tokens for term in terms):
-            self._apply_gradients(step, rate, metrics)
-            with self.ranks.work_apart():
-                self.weights.publish()
+            self.apply_gradients(step, rate, metrics)
         losses = {term.name: metrics.losses.get(term.name, float("nan")) for term in terms}
         weights = {term.name: term.loss.weight for term in terms}
         if LOSS_NAME in metrics.losses:
@@ -129,6 +116,9 @@ class Student:
             teacher_logp=logps.teacher,
             harmful_turns=logps.harmful,
         )
+
+    def find_head(self, vocab_size: int) -> LMHead:
+        return find_lm_head(self.weights.model, vocab_size=vocab_size)
 
     def make_terms(self, scored: Sequence[Scored]) -> list[LossTerm]:
         recipe = self.recipe
@@ -161,34 +151,22 @@ class Student:
                     self.passes.routers,
                     [(s.trajectory.routed_experts, len(forward_ids(s, trained))) for s in batch],
                     coefficient=self.recipe.student.router_aux_loss_coef,
-                    ranks=self.ranks,
                     device=self.weights.device,
                 )
-            # Ranks gather layers together, so each has as many passes as the others.
-            num_passes = self.ranks.max(len(micro_batches))
-            for index in range(num_passes):
-                self.weights.start_pass(self.head, is_last=index == num_passes - 1)
-                if index < len(micro_batches):
-                    self._micro_batch(micro_batches[index], terms, trained, metrics, logps)
-                else:
-                    self._empty_pass()
+            for micro in self.each_pass(micro_batches):
+                self._micro_batch(micro, terms, trained, metrics, logps)
                 progress.finished += 1
-        student, teacher, harmful = _copy_to_host(logps, trained)
-        gather = self.ranks.gather_dicts
-        return LogProbs(gather(student), gather(teacher), gather(harmful))
+        return _copy_to_host(logps, trained)
+
+    def each_pass(self, micro_batches: Sequence[MicroBatch]) -> Iterable[MicroBatch]:
+        """The forward and backward passes of a step: one for each micro-batch."""
+        return micro_batches
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
         """Around the forward and backward passes of a step: train mode, autocast and patches."""
         device = self.weights.device
-        with self.ranks.work_apart(), self.weights.gather_head():
-            # Probed the first time, before dropout acts and autocast caches a weight.
-            passes = self.passes
-            with self._training(step, passes, device):
-                yield
-
-    @contextmanager
-    def _training(self, step: int, passes: ForwardPasses, device: torch.device) -> Iterator[None]:
+        passes = self.passes  # probed before dropout acts and autocast caches a weight
         self.weights.model.train()
         try:
             with (
@@ -197,8 +175,7 @@ class Student:
                 self._patch_model(passes),
             ):
                 # Dropout, the only random operation, is a function of the step.
-                rank = [self.ranks.rank] if self.ranks.rank else []
-                torch.manual_seed(seed_for(self.recipe.seed, "dropout", step, *rank))
+                torch.manual_seed(self.dropout_seed(step))
                 yield
         finally:
             # Cast weights must not outlive the step, which changes the weights; a caller's own
@@ -206,21 +183,29 @@ class Student:
             torch.clear_autocast_cache()
             self.weights.model.eval()
 
+    def dropout_seed(self, step: int) -> int:
+        return seed_for(self.recipe.seed, "dropout", step)
+
     @cached_property
     def passes(self) -> ForwardPasses:
         """How trajectories are batched into forward passes."""
-        with self._autocast(), self.weights.gather_layers():
-            model = self.weights.model
-            fused_layers = find_fused_layers(model, self.head, self.weights.autocast)
-            # Not tried with shards of the routers.
-            routers = None if self.ranks.is_sharded else find_routers(model)
+        return self.probe_passes()
+
+    def probe_passes(self) -> ForwardPasses:
+        model = self.weights.model
+        with self._autocast():
+            routers = self.find_routers()
             return probe_forward_passes(
                 model,
                 pad_id=self.pad_id,
-                fused_layers=fused_layers,
+                fused_layers=find_fused_layers(model, self.head, self.weights.autocast),
                 uses_dropout=uses_dropout(model),
                 routers=routers if isinstance(routers, Routers) else None,
             )
+
+    def find_routers(self) -> Routers | str | None:
+        """See `routing.find_routers`."""
+        return find_routers(self.weights.model)
 
     @contextmanager
     def _patch_model(self, passes: ForwardPasses) -> Iterator[None]:
@@ -280,7 +265,7 @@ class Student:
 
     def _micro_batch(
         self,
-        micro: Sequence[Scored],
+        micro: MicroBatch,
         terms: Sequence[LossTerm],
         trained: TrainedTokens,
         metrics: MetricAccumulator,
@@ -311,11 +296,6 @@ class Student:
             logps.student[id] = _merge_logps(
                 hints, logps.student.get(id), remaining.get(id), trained[id]
             )
-
-    def _empty_pass(self) -> None:
-        """A pass that adds zeros to the gradients, on a rank that has fewer than others."""
-        hidden_ND, _ = self.passes.forward([(self.pad_id, self.pad_id)])
-        hidden_ND.backward(torch.zeros_like(hidden_ND))
 
     def _backward(
         self,
@@ -380,15 +360,15 @@ class Student:
                     harmful = find_harmful_hints(self.head, micro, hidden_ND, spans, trained)
         return MicroBatchForward(hidden_ND, micro, spans, harmful)
 
-    def _apply_gradients(self, step: int, rate: float, metrics: MetricAccumulator) -> None:
+    def clip_gradients(self) -> Tensor:
+        """Returns their norm before."""
+        return torch.nn.utils.clip_grad_norm_(
+            self.weights.trained.values(), self.recipe.train.max_grad_norm
+        )
+
+    def apply_gradients(self, step: int, rate: float, metrics: MetricAccumulator) -> None:
         """Clip the gradients and update the weights, unless a loss or gradient is not finite."""
-        with self.ranks.work_apart():
-            norm = gather_whole(
-                torch.nn.utils.clip_grad_norm_(
-                    self.weights.trained.values(), self.recipe.train.max_grad_norm
-                )
-            )
-        metrics.mean("grad_norm", norm)  # copied to the host with the others
+        metrics.mean("grad_norm", self.clip_gradients())  # copied to the host with the others
         bad = [name for name, value in metrics.losses.items() if not math.isfinite(value)]
         if bad or not math.isfinite(metrics.means()["grad_norm"]):
             self.optimizer.zero_grad(set_to_none=True)
@@ -398,6 +378,9 @@ class Student:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+MicroBatch = Sequence[Scored]
 
 
 class MicroBatchForward(NamedTuple):
