@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from courtside.assemble import assemble
 from courtside.assemble import models as assembling
 from courtside.engines.forward.batching import default_pass_tokens
 from courtside.loop import train_loop
+from courtside.ranks import connect
 from courtside.recipe import Recipe
 from courtside.recipe.load import load_recipe
 from courtside.report.folder import toml
@@ -56,6 +58,7 @@ from courtside.runtime import Runtime
 from courtside.training import weights as student_weights
 from courtside.types import Scored, Update
 
+TIMEOUT = timedelta(minutes=2)
 WORLD = f"{FixedEpisodes.__module__}:{FixedEpisodes.__name__}"
 REVERSE_KL = {"kind": "divergence", "divergence": "reverse_kl", "support": {"kind": "full"}}
 
@@ -140,7 +143,7 @@ def assemble_random(plan: Recipe) -> Runtime:
     with ExitStack() as stack:
         for module in (assembling, student_weights):
             stack.enter_context(patch.object(module, "load_model", load_random_model))
-        parts = assemble(plan)
+        parts = assemble(plan, ranks=connect(device=plan.student.device, timeout=TIMEOUT))
     parts.engine.eos_ids = frozenset({NO_END})
     return parts
 
@@ -201,8 +204,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--steps", type=int, default=1, help="steps that are counted")
     parser.add_argument(
-        "--side", choices=("courtside", "courtside_lean", "hints", "hints_lean"), required=True
-    )
+        "--side", required=True,
+        choices=("courtside", "courtside_lean", "courtside_sharded", "hints", "hints_lean"),
+    )  # fmt: skip
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value of the recipe")
     args = parser.parse_args()
     wait_for_go()

@@ -49,6 +49,7 @@ from courtside.run import Run
 from courtside.runtime import Runtime
 from courtside.training.loss_terms import make_loss_terms
 from courtside.training.metrics import MetricAccumulator
+from courtside.training.shards import gather_whole
 from courtside.types import Message, Sample, Scored, Task, Trajectory, Update
 
 
@@ -205,7 +206,11 @@ def loss_and_gradients(
     streams = make_loss_terms(parts.recipe.losses, parts.recipe.loss_names(), scored)
     metrics = MetricAccumulator()
     parts.student.accumulate(0, scored, streams, metrics)
-    gradients = {n: p.grad for n, p in parts.student.weights.trained.items() if p.grad is not None}
+    gradients = {
+        name: gather_whole(parameter.grad)
+        for name, parameter in parts.student.weights.trained.items()
+        if parameter.grad is not None
+    }
     return CheckResult(
         side="courtside",
         loss=metrics.losses["divergence"],

@@ -6,10 +6,12 @@ temperature 1, reverse KL over the whole vocabulary on the sampled tokens, one A
 weights; bfloat16 autocast over float32 weights. Courtside runs with its defaults and, as
 `courtside_lean`, with settings that need less memory. Beside them `hints` and `hints_lean`,
 courtside's step of an agent: it runs episodes that begin with the same prompts, samples as many
-tokens in four turns of each, and trains on the two that get a hint.
+tokens in four turns of each, and trains on the two that get a hint. Named by --sides,
+`courtside_sharded` is `courtside` as the only rank of a launcher: what FSDP2 costs by itself.
 
     python benchmarks/opd_step_gpu.py --out FILE             # a few minutes on an H200
     python benchmarks/opd_step_gpu.py --out FILE --tiny      # everything once, small, on a CPU
+    python benchmarks/opd_step_gpu.py --out FILE --sides courtside courtside_sharded
 
 Each side is a process of its own; the next one imports while one has the GPU. What is done so far
 is in FILE after each.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +42,8 @@ HINTED = ("hints", "hints_lean")
 PEERS = ("trl", "trl_vllm")
 """TRL, with transformers' generate and with vLLM in its process."""
 SIDES = (*OURS, *HINTED, *PEERS)
+SHARDED = "courtside_sharded"
+"""Measured against `courtside`, and only where --sides names it."""
 LEAN = ("student.gradient_checkpointing=true", "train.optimizer_offload=true")
 """What the lean sides set in addition to half of the rows at a time (`half_of_the_rows`): gradient
 checkpointing and optimizer-state offload."""
@@ -67,6 +72,8 @@ class Side:
         }
         if args.job.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        if side == SHARDED:
+            environment |= single_rank()
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.PIPE, stdout=file, stderr=file, text=True
@@ -96,6 +103,15 @@ class Side:
             self.process.wait()
 
 
+def single_rank() -> dict[str, str]:
+    """What a launcher sets for its only process."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port}  # fmt: skip
+
+
 def side_command(args: argparse.Namespace, job: Path, side: str, out: Path) -> list[str]:
     shared = ["--job", str(job), "--out", str(out), "--steps", str(args.steps)]
     if side in PEERS:
@@ -108,6 +124,7 @@ def side_command(args: argparse.Namespace, job: Path, side: str, out: Path) -> l
     command = [sys.executable, str(BENCHMARKS / "courtside_gpu_side.py"), *shared, "--side", side]
     sets = {
         "courtside": args.set,
+        SHARDED: args.set,
         "courtside_lean": [half_of_the_rows(args.job, side), *args.set_lean],
         "hints": args.set_hints,
         "hints_lean": [half_of_the_rows(args.job, side), *args.set_lean, *args.set_hints],
@@ -177,13 +194,14 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By shape and side of courtside's, with TRL as the peer, and by `SIDE/trl_vllm` with TRL that
-    samples by vLLM: how many times its time the peer takes, for the whole step and for the phases
-    that both have, and its share of the peer's memory."""
+    """By shape and side of courtside's, with TRL as the peer, by `SIDE/trl_vllm` with TRL that
+    samples by vLLM, and by `courtside_sharded/courtside`: how many times its time the peer takes,
+    for the whole step and for the phases that both have, and its share of the peer's memory."""
     by_key = {(row["shape"], row["side"]): row for row in rows}
     by_shape: dict[str, dict[str, Any]] = {}
     for (shape, side), ours in by_key.items():
-        for peer_name in PEERS if side not in PEERS else ():
+        peers = (*PEERS, "courtside") if side == SHARDED else PEERS
+        for peer_name in peers if side not in PEERS else ():
             peer = by_key.get((shape, peer_name))
             if peer is None:
                 continue
@@ -263,7 +281,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         )
     by_shape = ratios(rows)
     if by_shape:
-        lines += ["", "| shape | side | TRL's time over ours | by phase | our peak over TRL's |"]
+        lines += ["", "| shape | side | peer's time over ours | by phase | our peak over its |"]
         lines.append("|---|---|---|---|---|")
     for shape, sides in by_shape.items():
         for side, ratio in sides.items():
@@ -298,8 +316,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--shapes", nargs="+", choices=("0.6b", "1.7b"), default=["0.6b", "1.7b"])
-    parser.add_argument("--sides", nargs="+", choices=SIDES,
-                        help="all; trl_vllm only where --vllm is given")  # fmt: skip
+    parser.add_argument("--sides", nargs="+", choices=(*SIDES, SHARDED),
+                        help=f"all but {SHARDED}; trl_vllm only where --vllm is given")  # fmt: skip
     parser.add_argument("--vllm", help="folders that vLLM is imported from, as in PYTHONPATH")
     parser.add_argument("--steps", type=int, default=1, help="measured steps, after one before")
     parser.add_argument("--tiny", action="store_true", help="a few tokens of a tiny shape")

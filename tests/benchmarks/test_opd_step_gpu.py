@@ -89,6 +89,17 @@ def test_without_trl_there_are_no_ratios(driver: Any) -> None:
     assert driver.same_work_problems(ours, driver.TINY) == []
 
 
+def test_a_single_rank_is_measured_against_a_plain_process(driver: Any) -> None:
+    by_side = records(driver)
+    sharded = {**by_side["courtside_lean"], "side": driver.SHARDED}
+    rows = [driver.summary(r) for r in (by_side["courtside"], sharded)]
+    ratios = driver.ratios(rows)["0.6b"]
+    assert list(ratios) == ["courtside_sharded/courtside"]
+    assert ratios["courtside_sharded/courtside"]["times_faster"] == 8 / 16
+    assert driver.same_work_problems([by_side["courtside"], sharded], driver.TINY) == []
+    assert driver.single_rank()["WORLD_SIZE"] == "1"
+
+
 @pytest.mark.parametrize(
     ("count", "message"),
     [
