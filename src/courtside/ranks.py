@@ -202,7 +202,7 @@ class ProcessGroupRanks(Ranks):
 
     @contextmanager
     def work_apart(self) -> Iterator[None]:
-        self.is_apart = True
+        before, self.is_apart = self.is_apart, True
         try:
             yield
         except RunError:
@@ -212,7 +212,7 @@ class ProcessGroupRanks(Ranks):
             if "gloo" in str(error) or "NCCL" in str(error) or "onnection" in str(error):
                 raise self.lost(error) from error
             raise
-        self.is_apart = False  # not after an error: the others still wait
+        self.is_apart = before  # not after an error: the others still wait
 
     @contextmanager
     def share_failures(self) -> Iterator[None]:

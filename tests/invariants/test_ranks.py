@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from support.mixtures import save_mixture
 from support.rank_runs import compare_runs, outcomes, rows, run_ranks
 from support.small_runs import small_tree, write_jsonl
 
@@ -28,6 +29,7 @@ class Cases:
 
     def __init__(self, folder: Path, student: Path, teacher: Path):
         self.student, self.teacher = student, teacher
+        self.mixture = save_mixture(folder / "mixture", "qwen3_moe")
         rows = [
             {"prompt": f"say {i}", "completion": f"{i * 7} yes", "rejected": "no" * (i % 5 + 1)}
             for i in range(40)
@@ -112,6 +114,19 @@ class Cases:
                 "rollout": {"samples_per_prompt": 4, "max_new_tokens": 6},
                 "losses": [{"kind": "policy_gradient", "advantage": "reward"}],
             },
+            "experts": {
+                "student": full
+                | {
+                    "model": str(self.mixture),
+                    "router_replay": True,
+                    "router_aux_loss_coef": 0.02,
+                },
+                "teacher": {
+                    "kind": "self",
+                    "weights": "frozen",
+                    "context": {"kind": "system", "text": "be brief"},
+                },
+            },
             "pairs": {
                 "student": full,
                 "tasks": {"kind": "jsonl", "path": str(self.pairs)},
@@ -186,7 +201,7 @@ def uninterrupted(folder: Path, cases: Cases) -> Path:
     return folder / "uninterrupted"
 
 
-@pytest.mark.parametrize("name", ["full", "lora", "ema", "hints", "rewards", "pairs"])
+@pytest.mark.parametrize("name", ["full", "lora", "ema", "hints", "rewards", "experts", "pairs"])
 def test_two_ranks_train_what_one_process_trains(two_ranks: Path, cases: Cases, name: str) -> None:
     alone = two_ranks / f"one-{name}"
     train(parse_recipe(cases.trees()[name]), alone, quiet=True)

@@ -36,12 +36,6 @@ def find_sharding_problems(recipe: Recipe, num_ranks: int) -> Iterator[str]:
             "student.lora.base_dtype = 'nf4': weights in 4 bits cannot be sharded here. Leave it "
             f"out, or {fix}"
         )
-    for field, is_set in (
-        ("student.router_replay = true", recipe.student.router_replay),
-        ("student.router_aux_loss_coef", recipe.student.router_aux_loss_coef > 0),
-    ):
-        if is_set:
-            yield f"{field} was not tried with shards of the routers. Leave it out, or {fix}"
     if recipe.sharding.teachers == "shards":
         yield from _find_problems_of_shards(recipe, fix)
     if num_ranks == 1:

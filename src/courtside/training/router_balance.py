@@ -12,7 +12,8 @@ split.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from torch import Tensor
 from courtside.engines.routing import ExpertRecord, PassRouting, Routers
 from courtside.recipe.router_validation import LOSS_NAME
 from courtside.training.metrics import MetricAccumulator
+
+Exchange = Callable[[Any], list[Any]]
 
 
 class StepRouting:
@@ -31,6 +34,7 @@ class StepRouting:
         sequences: Sequence[tuple[ExpertRecord, int]],
         *,
         coefficient: float,
+        exchange: Exchange,
         device: torch.device,
     ):
         """`sequences`: as for `RouterBalance`. `coefficient`: of the load-balancing loss; 0: it is
@@ -38,7 +42,7 @@ class StepRouting:
         self.routers, self.coefficient = routers, coefficient
         self.balance = None
         if coefficient:
-            self.balance = RouterBalance(routers, sequences, device=device)
+            self.balance = RouterBalance(routers, sequences, exchange=exchange, device=device)
 
     def finish_forward(self, metrics: MetricAccumulator) -> Tensor | None:
         """Of the pass that has just run: records what its routers select, and returns its part of
@@ -61,17 +65,22 @@ class RouterBalance:
         routers: Routers,
         sequences: Sequence[tuple[ExpertRecord, int]],
         *,
+        exchange: Exchange,
         device: torch.device,
     ):
-        """`sequences`: the record of each, and how many of its tokens the update processes."""
+        """`sequences`: the record of each, and how many of its tokens the update processes.
+        `exchange`: the counts of all processes that train together."""
         counts_LE = torch.zeros(routers.num_layers, routers.num_experts, dtype=torch.long)
-        self.num_tokens = 0
+        num_tokens = 0
         for parts, length in sequences:
             if parts:
                 experts_NLK = torch.cat(list(parts))[:length].long()
-                self.num_tokens += len(experts_NLK)
+                num_tokens += len(experts_NLK)
                 index_LN = experts_NLK.permute(1, 0, 2).flatten(1)
                 counts_LE.scatter_add_(1, index_LN, torch.ones_like(index_LN))
+        of_ranks = exchange((num_tokens, counts_LE))
+        self.num_tokens = sum(num for num, _ in of_ranks)
+        counts_LE = sum((counts for _, counts in of_ranks), torch.zeros_like(counts_LE))
         share_LE = counts_LE.double() / max(1, self.num_tokens)
         self.share_LE = share_LE.to(device)
         """f of each layer."""

@@ -32,12 +32,14 @@ class ShardedStudent(Student):
 
     def __init__(self, weights: ShardedWeights, recipe: Recipe, *, ranks: Ranks, **options: Any):
         self.ranks = ranks
+        self._has_head = False
+        """Whether embeddings, final norm and LM head are gathered."""
         super().__init__(weights, recipe, **options)
         # The gradients of these patches do not pass through autograd, where sharding collects them.
         self.uses_cpu_patches = False
 
     def find_head(self, vocab_size: int) -> LMHead:
-        with self.ranks.work_apart(), self.weights.gather_head():
+        with self._gather_head():
             return super().find_head(vocab_size)
 
     def make_terms(self, scored: Sequence[Scored]) -> list[LossTerm]:
@@ -71,19 +73,31 @@ class ShardedStudent(Student):
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
-        with self.ranks.work_apart(), self.weights.gather_head(), super().training(step):
+        with self._gather_head(), super().training(step):
             yield
+
+    @contextmanager
+    def _gather_head(self) -> Iterator[None]:
+        if self._has_head:
+            yield
+            return
+        with self.ranks.work_apart(), self.weights.gather_head():
+            self._has_head = True
+            try:
+                yield
+            finally:
+                self._has_head = False
 
     def dropout_seed(self, step: int) -> int:
         rank = [self.ranks.rank] if self.ranks.rank else []
         return seed_for(self.recipe.seed, "dropout", step, *rank)
 
     def probe_passes(self) -> ForwardPasses:
-        with self.weights.gather_layers():
+        with self._gather_head(), self.weights.gather_layers():
             return super().probe_passes()
 
-    def find_routers(self) -> None:
-        """Replay was not tried with shards of the routers."""
+    def exchange(self, value: Any) -> list[Any]:
+        return self.ranks.exchange(value)
 
     def clip_gradients(self) -> Tensor:
         with self.ranks.work_apart():

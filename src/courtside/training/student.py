@@ -151,6 +151,7 @@ class Student:
                     self.passes.routers,
                     [(s.trajectory.routed_experts, len(forward_ids(s, trained))) for s in batch],
                     coefficient=self.recipe.student.router_aux_loss_coef,
+                    exchange=self.exchange,
                     device=self.weights.device,
                 )
             for micro in self.each_pass(micro_batches):
@@ -194,7 +195,7 @@ class Student:
     def probe_passes(self) -> ForwardPasses:
         model = self.weights.model
         with self._autocast():
-            routers = self.find_routers()
+            routers = find_routers(model)
             return probe_forward_passes(
                 model,
                 pad_id=self.pad_id,
@@ -203,9 +204,9 @@ class Student:
                 routers=routers if isinstance(routers, Routers) else None,
             )
 
-    def find_routers(self) -> Routers | str | None:
-        """See `routing.find_routers`."""
-        return find_routers(self.weights.model)
+    def exchange(self, value: Any) -> list[Any]:
+        """That of each process."""
+        return [value]
 
     @contextmanager
     def _patch_model(self, passes: ForwardPasses) -> Iterator[None]:
