@@ -333,8 +333,11 @@ class LocalEngine:
         results: dict[int, Scores] = {}
         passes = self.passes
         with self.autocast_context(), self._patch_model():
+            keys = passes.sharing_keys(
+                [r.token_ids for r in requests], [r.routed_experts for r in requests], replays=True
+            )
             batches = passes.plan_batches(
-                [[request.token_ids] for request in requests],
+                [[key] for key in keys],
                 self.score_batch_tokens,
                 max_shared_tokens=self.max_batch_tokens,
             )

@@ -200,7 +200,8 @@ class Routers:
         device: torch.device,
     ) -> None:
         """The next pass is compared with `records`, one for each sequence. Where sequences share a
-        prefix, its experts are those of the first of them that has a record."""
+        prefix, its experts are those of the first of them that has a record; when they are
+        replayed, all have the same (`make_sharing_keys`)."""
         shape = (num_positions, *self.shape)
         recorded_NLK = torch.full(shape, UNKNOWN, dtype=torch.int16)  # a copy to the device a pass
         counts_N = torch.zeros(num_positions, dtype=torch.long)
@@ -219,6 +220,22 @@ class Routers:
         recorded_NLK, counts_N = recorded_NLK.to(device), counts_N.to(device)
         self.current = PassRouting(recorded_NLK if replays else None, counts_N=counts_N)
         self.current.recorded_NLK = recorded_NLK
+
+
+def make_sharing_keys(
+    sequences: Sequence[Sequence[int]], records: Sequence[ExpertRecord]
+) -> list[tuple[int, ...]]:
+    """A number for each token: equal where the ids and the recorded experts are. Rounding may have
+    sent the same prefix to other experts when it was sampled elsewhere."""
+    numbers: dict[tuple[int, bytes], int] = {}
+    keys = []
+    for ids, parts in zip(sequences, records, strict=True):
+        rows = [row.tobytes() for part in parts for row in part.numpy()]
+        rows += [b""] * (len(ids) - len(rows))
+        keys.append(
+            tuple(numbers.setdefault(key, len(numbers)) for key in zip(ids, rows, strict=False))
+        )
+    return keys
 
 
 # ── records of sampling ──────────────────────────────────────────────────────────────────────────

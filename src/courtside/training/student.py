@@ -250,8 +250,14 @@ class Student:
         units: list[tuple[Scored, ...]] = [*preference_pairs(scored)]
         paired = {s.trajectory.id for pair in units for s in pair}
         units += [(s,) for s in scored if s.trajectory.id not in paired]
+        keys = self.passes.sharing_keys(
+            [forward_ids(s, trained) for unit in units for s in unit],
+            [s.trajectory.routed_experts for unit in units for s in unit],
+            replays=self.recipe.student.router_replay,
+        )
+        remaining = iter(keys)
         batches = self.passes.plan_batches(
-            [[forward_ids(s, trained) for s in unit] for unit in units],
+            [[*islice(remaining, len(unit))] for unit in units],
             self.micro_batch_tokens or self.default_pass_tokens,
             max_shared_tokens=self.micro_batch_tokens,  # a user's limit holds
             for_backward=True,

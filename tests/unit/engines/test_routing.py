@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,10 @@ from support.model_kinds import ModelKind, build_model
 from support.tiny_model import tiny_model, tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
+from courtside.engines.forward.batching import SequenceSpan, common_length
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.local import LocalEngine
-from courtside.engines.routing import Routers, find_routers
+from courtside.engines.routing import PassRouting, Routers, find_routers
 
 RECORDED = Sampling(max_new_tokens=6, temperature=0.7, return_routed_experts=True)
 
@@ -150,7 +152,7 @@ def test_scores_of_recorded_experts_are_the_sampler_s(kind: str) -> None:
     assert engine.passes.unshared_reason is None and engine.stateless_reason is None
     assert engine.recorded_routers is not None
     make_near_ties(engine.model)
-    prompts = [tuple(range(9, 40)), tuple(range(9, 33)), (3, 2)]
+    prompts = [tuple(range(9, 40)), tuple(range(9, 33)), (3, 2), tuple(range(9, 140))]
     requests = [SampleRequest(prompt_ids=ids, seed=n) for n, ids in enumerate(prompts)]
     samples = engine.sample(requests, replace(RECORDED, max_new_tokens=40, temperature=1.0))
     make_near_ties(engine.model)  # other experts of each four score highest
@@ -176,32 +178,63 @@ def test_scores_of_recorded_experts_are_the_sampler_s(kind: str) -> None:
     assert errors[0] < 5e-4 and errors[1] > 0.05
 
 
-def test_a_shared_prefix_has_the_experts_of_its_first_sequence() -> None:
-    engine = make_engine("qwen3_moe")
+def routing_of_pass(
+    engine: LocalEngine, sequences: list[tuple[int, ...]], marks: list[int | None], *, replays: bool
+) -> tuple[PassRouting, Sequence[SequenceSpan]]:
+    """A pass of sequences whose records have the experts `mark`, `mark` + 1, … for every token."""
     routers, passes = engine.recorded_routers, engine.passes
     assert routers is not None
-    prefix = tuple(range(20, 60))
-    sequences = [(*prefix, 3), (*prefix, 4, 5), (6, 7)]
     records = [
-        torch.full((len(ids), *routers.shape), n, dtype=torch.uint8) + torch.arange(TOP_K)
-        for n, ids in zip((2, 4, 6), sequences, strict=True)
+        ()
+        if mark is None
+        else (
+            torch.full((len(ids), *routers.shape), mark, dtype=torch.uint8) + torch.arange(TOP_K),
+        )
+        for mark, ids in zip(marks, sequences, strict=True)
     ]
     with torch.no_grad(), passes.patch_model():
-        _, spans = passes.forward(
-            sequences, records=[(), (records[1],), (records[2],)], replays=True
-        )
+        _, spans = passes.forward(sequences, records=records, replays=replays)
         routing = routers.current
-    assert routing is not None and routing.recorded_NLK is not None
-    assert routers.current is None, "nobody replays after the passes"
-    assert spans[0].num_prefix == len(prefix)
-    by_sequence = [
-        routing.recorded_NLK[span.indices(range(len(ids)))][:, 0, 0].tolist()
-        for span, ids in zip(spans, sequences, strict=True)
-    ]
-    # The first sequence has no record: its prefix is that of the next, its own token has none.
-    assert by_sequence == [[4] * 40 + [-1], [4] * 42, [6] * 2]
+    assert routing is not None and routers.current is None, "nobody replays after the passes"
+    return routing, spans
+
+
+PREFIX = tuple(range(20, 60))
+SHARING = [(*PREFIX, 3), (*PREFIX, 4, 5), (6, 7)]
+
+
+def first_experts(routing: PassRouting, span: SequenceSpan, ids: tuple[int, ...]) -> list[int]:
+    assert routing.recorded_NLK is not None
+    return routing.recorded_NLK[span.indices(range(len(ids)))][:, 0, 0].tolist()
+
+
+def test_a_shared_prefix_is_compared_with_the_record_of_its_first_sequence() -> None:
+    """The first sequence has no record: its prefix is that of the next, its own token has none."""
+    engine = make_engine("qwen3_moe")
+    routing, spans = routing_of_pass(engine, SHARING, [None, 4, 6], replays=False)
+    assert spans[0].num_prefix == spans[1].num_prefix == len(PREFIX)
+    experts = [first_experts(routing, s, ids) for s, ids in zip(spans, SHARING, strict=True)]
+    assert experts == [[4] * 40 + [-1], [4] * 42, [6] * 2]
     assert routing.counts_N is not None
     assert routing.counts_N[spans[0].indices(range(41))].tolist() == [1] * 40 + [0]
+
+
+@pytest.mark.parametrize(
+    ("marks", "num_prefix"), [((4, 4, 6), 40), ((2, 4, 6), 0), ((None, 4, 6), 0)]
+)
+def test_replayed_sequences_share_what_went_to_the_same_experts(
+    marks: tuple[int | None, ...], num_prefix: int
+) -> None:
+    engine = make_engine("qwen3_moe")
+    routing, spans = routing_of_pass(engine, SHARING, list(marks), replays=True)
+    assert spans[0].num_prefix == spans[1].num_prefix == num_prefix
+    for mark, span, ids in zip(marks, spans, SHARING, strict=True):
+        expected = -1 if mark is None else mark
+        assert first_experts(routing, span, ids) == [expected] * len(ids)
+    keys = engine.passes.sharing_keys(
+        SHARING, [() if m is None else (torch.full((42, 2, 2), m),) for m in marks], replays=True
+    )
+    assert common_length(tuple(keys[0]), tuple(keys[1])) == num_prefix, "planned as it is packed"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -253,9 +253,15 @@ class PackedBatch:
         return sum(len(segment.ids) for segment in self.segments)
 
 
-def pack_sequences(sequences: Sequence[Ids], *, share_prefixes: bool) -> PackedBatch:
-    """Sequences concatenated in one row, shared prefixes only once. No segment is empty."""
-    groups = find_prefix_groups(sequences) if share_prefixes else []
+def pack_sequences(
+    sequences: Sequence[Ids], *, share_prefixes: bool, sharing_keys: Sequence[Ids] | None = None
+) -> PackedBatch:
+    """Sequences concatenated in one row, shared prefixes only once. No segment is empty.
+
+    `sharing_keys`: a number for each token, by which prefixes are compared; None: its id.
+    """
+    keys = sequences if sharing_keys is None else sharing_keys
+    groups = find_prefix_groups(keys) if share_prefixes else []
     segments: list[PackedSegment] = []
     spans: dict[int, SequenceSpan] = {}
     num_tokens = 0

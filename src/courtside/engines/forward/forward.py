@@ -51,7 +51,7 @@ from courtside.engines.probes import (
     find_unsupported_attention,
     run_probe,
 )
-from courtside.engines.routing import ExpertRecord, Routers
+from courtside.engines.routing import ExpertRecord, Routers, make_sharing_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,14 @@ class ForwardPasses:
         return batch_by_prefix(
             units, max_tokens, max_shared_tokens=max_shared_tokens, for_backward=for_backward
         )
+
+    def sharing_keys(
+        self, sequences: Sequence[Sequence[int]], records: Sequence[ExpertRecord], *, replays: bool
+    ) -> Sequence[Sequence[int]]:
+        """For `plan_batches`, in place of the ids: sequences whose experts are replayed share no
+        more than what went to the same experts."""
+        is_routed = self.routers is not None and self.unshared_reason is None and any(records)
+        return make_sharing_keys(sequences, records) if replays and is_routed else sequences
 
     @contextmanager
     def patch_model(self, patches: Iterable[Patch] = ()) -> Iterator[None]:
@@ -138,7 +146,11 @@ class ForwardPasses:
             self._start_routing(ids_BL.numel(), spans, sequences, records, replays)
             out = self.model.base_model(input_ids=ids_BL, use_cache=False)
             return out.last_hidden_state.flatten(0, 1), spans
-        batch = pack_sequences(sequences, share_prefixes=self.unshared_reason is None)
+        batch = pack_sequences(
+            sequences,
+            share_prefixes=self.unshared_reason is None,
+            sharing_keys=self.sharing_keys(sequences, records or (), replays=replays),
+        )
         layout = make_packed_layout(batch, device=self.model.device, backend=self.backend)
         ids = [token for segment in batch.segments for token in segment.ids]
         positions = [s.first_position + n for s in batch.segments for n in range(len(s.ids))]
