@@ -255,10 +255,20 @@ def sampled(
     }
 
 
-def position_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of the KV cache per position, in all layers."""
+def layer_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the KV cache per position, in one layer."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * size * dtype.itemsize
+    return 2 * config.num_key_value_heads * size * dtype.itemsize
+
+
+def layer_types(config: Any) -> Sequence[str]:
+    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+
+
+def position_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the KV cache per position, in all layers with attention."""
+    attention = [kind for kind in layer_types(config) if kind != "linear_attention"]
+    return len(attention) * layer_bytes(config, dtype)
 
 
 def cache_capacity(model: Any, dtype: torch.dtype, device: torch.device) -> int:
@@ -273,7 +283,13 @@ def cache_capacity(model: Any, dtype: torch.dtype, device: torch.device) -> int:
 def floor_seconds(model: Any, case: Case, dtype: torch.dtype, rate: float) -> float:
     weights = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     average = case.prompt_tokens + case.new_tokens / 2
-    cache = case.rows * average * position_bytes(model.config, dtype)
+    positions = {
+        "full_attention": average,
+        "sliding_attention": min(average, getattr(model.config, "sliding_window", None) or average),
+        "linear_attention": 0,  # its states are small beside the weights
+    }
+    each_row = sum(positions[kind] for kind in layer_types(model.config))
+    cache = case.rows * each_row * layer_bytes(model.config, dtype)
     return float((weights + cache) / rate * case.new_tokens)
 
 

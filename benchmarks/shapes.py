@@ -17,8 +17,12 @@ from transformers import (
     LlamaForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from workload import SEED
 
@@ -80,12 +84,28 @@ GPT_OSS = {
     ),
 }  # fmt: skip
 """In 16 bits, where the published weights have four."""
+QWEN3_MOE = {
+    "qwen3-30b-a3b": dict(
+        vocab_size=151936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+QWEN3_5 = {
+    "qwen3.5-4b": dict(
+        vocab_size=248320, hidden_size=2560, intermediate_size=9216, num_hidden_layers=32,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=256,
+    ),
+}  # fmt: skip
+"""Three gated delta nets, then one layer of attention."""
 CLASSES: list[tuple[dict[str, dict[str, Any]], Any, Any]] = [
     (LLAMA, LlamaConfig, LlamaForCausalLM),
     (QWEN3, Qwen3Config, Qwen3ForCausalLM),
     (GEMMA3, Gemma3TextConfig, Gemma3ForCausalLM),
     (OLMO3, Olmo3Config, Olmo3ForCausalLM),
     (GPT_OSS, GptOssConfig, GptOssForCausalLM),
+    (QWEN3_MOE, Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    (QWEN3_5, Qwen3_5TextConfig, Qwen3_5ForCausalLM),
 ]
 SHAPES = {
     name: (settings, make_config, make_model)
@@ -111,8 +131,13 @@ def shape(kind: str) -> Any:
 def random_model(kind: str, device: torch.device, dtype: torch.dtype, **_: Any) -> Any:
     """Takes the arguments of `courtside.engines.loading.load_model`, which it may replace."""
     torch.manual_seed(SEED)
-    with device:  # a CPU would take long for a billion random numbers
-        return shape(kind).to(dtype).eval()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # 30 billion weights in float32 would not fit beside the cast
+    try:
+        with device:  # a CPU would take long for a billion random numbers
+            return shape(kind).to(dtype).eval()
+    finally:
+        torch.set_default_dtype(default)
 
 
 def random_engine(args: argparse.Namespace) -> LocalEngine:
