@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -23,8 +25,6 @@ class FakeGraphs:
 
     def __init__(self, make_error: Callable[[], BaseException] | None = None):
         self.make_error, self.num_captures, self.num_replays = make_error, 0, 0
-
-    def renew(self) -> None: ...
 
     def capture(self, step: Step) -> Any:
         self.num_captures += 1
@@ -130,21 +130,28 @@ def test_replayed_and_fallen_back_rollouts_sample_what_the_eager_loop_samples(fa
 # ── a capture ────────────────────────────────────────────────────────────────────────────────────
 
 
+class FakeGraph:
+    def replay(self) -> None: ...
+
+
 class FakeCuda:
-    """torch.cuda as far as a capture uses it; like CUDA it fails to end an invalid capture."""
+    """torch.cuda as far as a capture uses it; like CUDA it fails to end an invalid capture, and to
+    begin one in a pool whose graphs are all gone."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.stream, self.is_capturing, self.is_invalid = "default", False, False
         self.recording: list[Any] = []
         self.released: list[Any] = []
         self.num_pools = self.num_ended = 0
+        self.num_graphs: Counter[Any] = Counter()
+        """Of each pool that has had one."""
         stream = SimpleNamespace(wait_stream=lambda other: None)
         for name, value in {
             "Stream": lambda: stream,
             "current_stream": lambda: stream,
             "current_device": lambda: 0,
             "stream": self.enter_stream,
-            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "CUDAGraph": FakeGraph,
             "graph": self.graph,
             "graph_pool_handle": self.new_pool,
         }.items():
@@ -172,6 +179,10 @@ class FakeCuda:
     def graph(self, graph: Any, pool: Any = (1, 0), **_: Any) -> Iterator[None]:
         assert pool not in self.recording, "already recording to mempool_id"
         assert not gc.isenabled(), "a collection would invalidate the capture"
+        if self.num_graphs.get(pool) == 0:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        self.num_graphs[pool] += 1
+        weakref.finalize(graph, self.leave_pool, pool)
         self.recording.append(pool)
         self.stream, self.is_capturing, self.is_invalid = "capture", True, False
         try:
@@ -183,6 +194,9 @@ class FakeCuda:
             self.recording.remove(pool)
             self.stream = "default"
             self.num_ended += 1
+
+    def leave_pool(self, pool: Any) -> None:
+        self.num_graphs[pool] -= 1
 
     def end(self, device: int, pool: Any) -> None:
         if pool not in self.recording:
@@ -233,3 +247,27 @@ def test_a_step_that_raises_in_a_valid_capture_releases_no_pool_twice(cuda: Fake
     with pytest.raises(KeyboardInterrupt):
         CudaGraphs().capture(interrupt)
     assert not cuda.recording and not cuda.released and gc.isenabled()
+
+
+def test_graphs_share_a_pool_as_long_as_one_of_them_is_there(cuda: FakeCuda) -> None:
+    """Its memory is given up with the last one: a capture into it would fail."""
+    graphs = CudaGraphs()
+    first = graphs.capture(lambda: None)
+    second = graphs.capture(lambda: None)
+    del first
+    third = graphs.capture(lambda: None)
+    assert cuda.num_pools == 1 and cuda.num_graphs[(0, 1)] == 2
+    del second, third
+    graphs.capture(lambda: None)
+    assert cuda.num_pools == 2
+
+
+def test_the_last_graph_of_a_pool_may_be_garbage_until_just_before_a_capture(
+    cuda: FakeCuda,
+) -> None:
+    graphs = CudaGraphs()
+    cycle: list[Any] = [graphs.capture(lambda: None)]
+    cycle.append(cycle)
+    del cycle
+    graphs.capture(gc.collect)
+    assert cuda.num_pools == 2

@@ -8,6 +8,7 @@ buffers. A step whose capture fails runs eagerly from then on; later captures ar
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -55,14 +56,14 @@ def _capture_or_warn(graphs: CudaGraphs, step: Callable[[], None], state: Sequen
 
 
 class CudaGraphs:
-    """Captures steps into graphs that share one memory pool."""
+    """Captures steps into graphs that share one memory pool.
+
+    torch gives up a pool when the last of its graphs is gone, and a capture into it fails from then
+    on. Graphs go with their KV caches, wherever these are dropped, so a capture asks what is left.
+    """
 
     def __init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        """A new pool for later captures: torch frees a pool for good once no graph uses it."""
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Raises what the step or its capture raises, with the device ready for the next one."""
@@ -73,18 +74,22 @@ class CudaGraphs:
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        try:
-            # Restores the current stream, which torch.cuda.graph leaves set when its exit raises.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),
-                _pause_gc(),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-            ):
-                step()
-        except BaseException:
-            _clean_up_failed_capture(self._pool)
-            self.renew()
-            raise
+        with _pause_gc():  # which might take the last graph of the pool
+            if not self._graphs:
+                self._pool = torch.cuda.graph_pool_handle()
+            try:
+                # Restores the current stream, which torch.cuda.graph leaves set when its exit
+                # raises.
+                with (
+                    torch.cuda.stream(torch.cuda.current_stream()),
+                    torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+                ):
+                    step()
+            except BaseException:
+                _clean_up_failed_capture(self._pool)
+                self._graphs.clear()  # later captures are not into this pool
+                raise
+        self._graphs.add(graph)
         return graph
 
 

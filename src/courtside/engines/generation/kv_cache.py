@@ -197,8 +197,6 @@ class KVCachePool:
         if sum(buffer.nbytes for buffer in self._buffers.values()) > self.max_idle_bytes:
             self._caches.clear()
             self._buffers.clear()
-            if self.graphs is not None:
-                self.graphs.renew()
             self.release_weights()
 
     def buffer(self, cache: KVCache, index: int, size: int, dtype: torch.dtype) -> Tensor:
