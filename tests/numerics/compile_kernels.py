@@ -153,8 +153,8 @@ LAYERS: list[tuple[Any, str, str, dict[str, Any], int]] = [
         for kind in ("bf16", "fp32", "fp64")
     ),
     (layers._append_kv, "key=fp32 value=bf16 keys=bf16 values=bf16 lengths=i64",
-     "key_row key_head value_row value_head cache_row cache_head capacity",
-     {"SIZE": 128, "PADDED": 128}, 1),
+     "key_row key_head value_row value_head keys_row keys_head values_row values_head capacity",
+     {"SIZE": 192, "PADDED": 256, "VALUE_SIZE": 128, "VALUE_PADDED": 128}, 1),
     (layers._swiglu, "gate=bf16 up=bf16 out=bf16", "gate_row up_row",
      {"SIZE": 3072, "BLOCK": 1024}, 4),
     (decode._sum_blocks, "logits=bf16 maxima=fp32 totals=fp32",
@@ -171,6 +171,7 @@ def attention_resources(
     *,
     dtype: str = "bf16",
     size: int = 128,
+    value_size: int | None = None,
     group: int = 2,
     splits: int = 1,
     windowed: bool = False,
@@ -178,18 +179,20 @@ def attention_resources(
     sinks: bool = False,
 ) -> str:
     """Of a decode step, as `decode.decode_attention` starts it for heads of this size."""
-    padded = max(triton.next_power_of_2(size), 16)
+    value_size = size if value_size is None else value_size
+    padded, value_padded = (max(triton.next_power_of_2(n), 16) for n in (size, value_size))
     num_bytes = 2 if dtype == "bf16" else 4
     constants = {
         "SHARES_PREFIXES": True, "HAS_WINDOW": windowed, "HAS_SOFTCAP": capped, "HAS_SINKS": sinks,
-        "GROUP": group, "SPLITS": splits, "SIZE": size, "PADDED": padded,
+        "GROUP": group, "SPLITS": splits, "SIZE": size, "PADDED": padded, "VALUE_SIZE": value_size,
+        "VALUE_PADDED": value_padded,
         "QUERIES": triton.next_power_of_2(max(group, 16)),
         "POSITIONS": min(decode.BLOCK_POSITIONS, decode.MAX_BLOCK_BYTES // (padded * num_bytes)),
         "EXACT": dtype == "fp32",
     }  # fmt: skip
     states = f"query={dtype} keys={dtype} values={dtype} out={dtype}"
     pointers = f"{states} lengths=i64 prefix_rows=i64 prefix_lengths=i64 sinks=fp32"
-    integers = "window row_stride head_stride"
+    integers = "window key_row key_head value_row value_head"
     return layer_resources(
         decode._attend, f"{pointers} parts=fp32 maxima=fp32 totals=fp32", integers, constants, 4
     )
@@ -207,6 +210,7 @@ ATTENTION: list[dict[str, Any]] = [
     {"windowed": True, "sinks": True, "size": 64, "group": 8},  # gpt-oss
     {"windowed": True, "size": 256, "group": 4},  # Gemma 3
     {"capped": True, "windowed": True, "size": 256, "splits": 16},  # Gemma 2
+    {"size": 192, "value_size": 128, "group": 1},  # multi-head latent attention
     {"dtype": "fp32", "size": 80, "group": 1, "splits": 2},
 ]
 

@@ -123,12 +123,19 @@ def test_many_heads_share_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", DTYPES)
-def test_keys_and_values_are_appended_at_each_rows_length(cache_dtype: torch.dtype) -> None:
-    _, key, value = fused_slices(4 * 24, 2 * 24, 2 * 24, rows=3, dtype=torch.float32)
+@pytest.mark.parametrize("value_size", [24, 16, 40])
+def test_keys_and_values_are_appended_at_each_rows_length(
+    cache_dtype: torch.dtype, value_size: int
+) -> None:
+    sizes = (24, value_size)
+    _, *states = fused_slices(4 * 24, *(2 * n for n in sizes), rows=3, dtype=torch.float32)
     # Exact in bfloat16, because the interpreter truncates where a GPU rounds.
-    k, v = (x.bfloat16().float().view(3, 1, 2, 24).transpose(1, 2) for x in (key, value))
+    k, v = (
+        x.bfloat16().float().view(3, 1, 2, n).transpose(1, 2)
+        for x, n in zip(states, sizes, strict=True)
+    )
     lengths = torch.tensor([0, 6, 3], device=DEVICE)
-    caches = [torch.full((3, 2, 7, 24), -1.0, dtype=cache_dtype, device=DEVICE) for _ in range(2)]
+    caches = [torch.full((3, 2, 7, n), -1.0, dtype=cache_dtype, device=DEVICE) for n in sizes]
     expected = [x.clone() for x in caches]
     layers.append_kv(*caches, k.to(torch.bfloat16), v, lengths)
     for row, length in enumerate(lengths.tolist()):

@@ -36,15 +36,24 @@ def _index_loops_by_loaded_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("programs", [decode.TARGET_PROGRAMS, 1])
-@pytest.mark.parametrize(("B", "H", "K", "D"), [(3, 9, 3, 64), (2, 4, 4, 24), (1, 8, 4, 128)])
+@pytest.mark.parametrize(
+    ("B", "H", "K", "D", "value_size"),
+    [
+        (3, 9, 3, 64, 64),
+        (2, 4, 4, 24, 24),
+        (1, 8, 4, 128, 128),
+        (2, 4, 4, 24, 16),
+        (3, 6, 3, 8, 40),
+    ],
+)
 def test_attention_covers_each_row_up_to_its_length(
-    programs: int, B: int, H: int, K: int, D: int
+    programs: int, B: int, H: int, K: int, D: int, value_size: int
 ) -> None:
-    """In parts that are merged, and unsplit as with many rows."""
+    """In parts that are merged, and unsplit as with many rows. Values of another size, too."""
     torch.manual_seed(B)
     L = 200
     q = torch.randn(B, H, D, device=DEVICE)
-    keys, values = torch.randn(2, B, K, L, D, device=DEVICE)
+    keys, values = (torch.randn(B, K, L, size, device=DEVICE) for size in (D, value_size))
     lengths = torch.randint(1, L + 1, (B,), device=DEVICE)
     lengths[0], lengths[-1] = 1, L
     for row, length in enumerate(lengths.tolist()):  # never to be loaded
@@ -68,6 +77,7 @@ def test_rows_with_the_same_prompt_load_it_from_one_of_them(programs: int) -> No
     keys, values = torch.randn(2, B, K, L, D, device=DEVICE)
     prefix_rows = torch.tensor([0, 0, 2], device=DEVICE)
     prefix_lengths = torch.tensor([100, 100, 0], device=DEVICE)
+    values = values[..., :24].contiguous()
     keys[1, :, :100], values[1, :, :100] = keys[0, :, :100], values[0, :, :100]
     lengths = torch.tensor([101, 150, 90], device=DEVICE)
     attend = partial(decode_attention, target_programs=programs)

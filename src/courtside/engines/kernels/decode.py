@@ -34,9 +34,10 @@ BLOCK_VOCAB = 4096
 
 @triton.jit
 def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, sinks, parts, maxima, totals,
-            out, scale, window, softcap, row_stride, head_stride, SHARES_PREFIXES: tl.constexpr,
-            HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-            GROUP: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+            out, scale, window, softcap, key_row, key_head, value_row, value_head,
+            SHARES_PREFIXES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+            HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr,
+            PADDED: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PADDED: tl.constexpr,
             QUERIES: tl.constexpr, POSITIONS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """One part of one row, for the GROUP query heads of one KV head."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -50,30 +51,35 @@ def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, sinks, pa
     begin = first_block + split * span
     end = tl.minimum(begin + span, length)
     at_q, at_d = tl.arange(0, QUERIES), tl.arange(0, PADDED)
-    inside = (at_q[:, None] < GROUP) & (at_d[None, :] < SIZE)
+    at_v = tl.arange(0, VALUE_PADDED)
     head = row * num_kv_heads * GROUP + kv_head * GROUP + at_q
+    inside = (at_q[:, None] < GROUP) & (at_d[None, :] < SIZE)
     q = tl.load(query + head[:, None] * SIZE + at_d[None, :], mask=inside, other=0.0)
     q = q.to(keys.dtype.element_ty)
-    row_offset = row.to(tl.int64) * row_stride + kv_head * head_stride
-    prefix_offset, prefix_length = row_offset, 0
+    inside = (at_q[:, None] < GROUP) & (at_v[None, :] < VALUE_SIZE)
+    cache_row = row.to(tl.int64)
+    prefix_row, prefix_length = cache_row, 0
     if SHARES_PREFIXES:
-        prefix_offset = tl.load(prefix_rows + row) * row_stride + kv_head * head_stride
+        prefix_row = tl.load(prefix_rows + row)
         prefix_length = tl.load(prefix_lengths + row)
     maximum = tl.full([QUERIES], -1.0e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    context = tl.zeros([QUERIES, PADDED], tl.float32)
+    context = tl.zeros([QUERIES, VALUE_PADDED], tl.float32)
     for start in range(begin, end, POSITIONS):
         position = start + tl.arange(0, POSITIONS)
-        is_cached = (position[:, None] < end) & (at_d[None, :] < SIZE)
-        is_visible = position[None, :] < end
+        is_cached = position < end
         if HAS_WINDOW:
-            is_cached = is_cached & (position[:, None] >= first)
-            is_visible = is_visible & (position[None, :] >= first)
+            is_cached = is_cached & (position >= first)
+        is_visible = is_cached[None, :]
         # Whole blocks only.
-        offset = tl.where(start + POSITIONS <= prefix_length, prefix_offset, row_offset)
-        index = offset + position[:, None] * SIZE + at_d[None, :]
-        k = tl.load(keys + index, mask=is_cached, other=0.0)
-        v = tl.load(values + index, mask=is_cached, other=0.0)
+        source = tl.where(start + POSITIONS <= prefix_length, prefix_row, cache_row)
+        index = source * key_row + kv_head * key_head + position[:, None] * SIZE + at_d[None, :]
+        k = tl.load(keys + index, mask=is_cached[:, None] & (at_d[None, :] < SIZE), other=0.0)
+        index = source * value_row + kv_head * value_head + position[:, None] * VALUE_SIZE
+        index = index + at_v[None, :]
+        v = tl.load(
+            values + index, mask=is_cached[:, None] & (at_v[None, :] < VALUE_SIZE), other=0.0
+        )
         if EXACT:
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         else:
@@ -99,13 +105,13 @@ def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, sinks, pa
             total = total * shrink + tl.exp(sink - new_maximum)
             context = context * shrink[:, None]
         context = context / total[:, None]
-        tl.store(out + head[:, None] * SIZE + at_d[None, :], context.to(out.dtype.element_ty),
-                 mask=inside)  # fmt: skip
+        tl.store(out + head[:, None] * VALUE_SIZE + at_v[None, :],
+                 context.to(out.dtype.element_ty), mask=inside)  # fmt: skip
     else:
         part = head * SPLITS + split
         tl.store(maxima + part, maximum, mask=at_q < GROUP)
         tl.store(totals + part, total, mask=at_q < GROUP)
-        tl.store(parts + part[:, None] * SIZE + at_d[None, :], context, mask=inside)
+        tl.store(parts + part[:, None] * VALUE_SIZE + at_v[None, :], context, mask=inside)
 
 
 @triton.jit
@@ -156,6 +162,7 @@ def decode_attention(
     target_programs: int = TARGET_PROGRAMS,
 ) -> Tensor:
     """softmax(scale · q·k)·v over the first `length_B` positions of each row; lengths are positive.
+    Values may be shorter than keys (multi-head latent attention).
 
     `prefixes`: for each row another with the same keys and values, bit for bit, in its first
     positions, and their number.
@@ -165,12 +172,14 @@ def decode_attention(
     """
     B, H, D = query_BHD.shape
     K = keys_BKLD.shape[1]
-    assert keys_BKLD.stride() == values_BKLD.stride() and keys_BKLD.stride()[2:] == (D, 1)
+    value_size = values_BKLD.shape[3]
+    assert keys_BKLD.stride()[2:] == (D, 1) and values_BKLD.stride()[2:] == (value_size, 1)
     query_BHD = query_BHD.contiguous()
-    out_BHD = torch.empty_like(query_BHD, dtype=keys_BKLD.dtype)
-    padded = triton.next_power_of_2(max(D, 16))
+    out_BHD = query_BHD.new_empty(B, H, value_size, dtype=keys_BKLD.dtype)
+    padded, value_padded = (triton.next_power_of_2(max(size, 16)) for size in (D, value_size))
     size = max_block_bytes(keys_BKLD.device)
-    positions = min(BLOCK_POSITIONS, size // (padded * keys_BKLD.element_size()))
+    block_bytes = max(padded, value_padded) * keys_BKLD.element_size()
+    positions = min(BLOCK_POSITIONS, size // block_bytes)
     # A window lies in one block more than it fills.
     max_splits = (
         MAX_SPLITS if window is None else min(MAX_SPLITS, triton.cdiv(window, positions) + 1)
@@ -180,21 +189,23 @@ def decode_attention(
         splits *= 2
     count = B * H * splits if splits > 1 else 1
     maxima, totals = query_BHD.new_empty(2, count, dtype=torch.float32)
-    parts = query_BHD.new_empty(count * D if splits > 1 else 1, dtype=torch.float32)
+    parts = query_BHD.new_empty(count * value_size if splits > 1 else 1, dtype=torch.float32)
     prefix_row_B, prefix_length_B = prefixes or (length_B, length_B)
     sinks = maxima if sinks_H is None else sinks_H.float().contiguous()
     _attend[(B, K, splits)](
         query_BHD, keys_BKLD, values_BKLD, length_B, prefix_row_B, prefix_length_B, sinks, parts,
-        maxima, totals, out_BHD, scale, window or 0, softcap or 1.0, keys_BKLD.stride(0),
-        keys_BKLD.stride(1), SHARES_PREFIXES=prefixes is not None, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks_H is not None, GROUP=H // K,
-        SPLITS=splits, SIZE=D, PADDED=padded, QUERIES=triton.next_power_of_2(max(H // K, 16)),
-        POSITIONS=positions, EXACT=keys_BKLD.dtype == torch.float32, num_warps=4,
+        maxima, totals, out_BHD, scale, window or 0, softcap or 1.0, *keys_BKLD.stride()[:2],
+        *values_BKLD.stride()[:2], SHARES_PREFIXES=prefixes is not None,
+        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks_H is not None, GROUP=H // K, SPLITS=splits, SIZE=D, PADDED=padded,
+        VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
+        QUERIES=triton.next_power_of_2(max(H // K, 16)), POSITIONS=positions,
+        EXACT=keys_BKLD.dtype == torch.float32, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         _merge[(B * H,)](
             parts, maxima, totals, sinks, out_BHD, H, HAS_SINKS=sinks_H is not None, SPLITS=splits,
-            SIZE=D, PADDED=triton.next_power_of_2(D), num_warps=4,
+            SIZE=value_size, PADDED=triton.next_power_of_2(value_size), num_warps=4,
         )  # fmt: skip
     return out_BHD
 

@@ -186,31 +186,38 @@ def apply_rotary(
 
 @triton.jit
 def _append_kv(key, value, keys, values, lengths, key_row, key_head, value_row, value_head,
-               cache_row, cache_head, capacity, SIZE: tl.constexpr,
-               PADDED: tl.constexpr):  # fmt: skip
+               keys_row, keys_head, values_row, values_head, capacity, SIZE: tl.constexpr,
+               PADDED: tl.constexpr, VALUE_SIZE: tl.constexpr,
+               VALUE_PADDED: tl.constexpr):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, PADDED)
     position = tl.load(lengths + row)
-    # A full row would overwrite the next row's cache.
-    mask = column < tl.where(position < capacity, SIZE, 0)
+    fits = position < capacity  # a full row would overwrite the next row's cache
+    column = tl.arange(0, PADDED)
+    mask = column < tl.where(fits, SIZE, 0)
     k = tl.load(key + row * key_row + head * key_head + column, mask=mask, other=0.0)
+    target = keys + row * keys_row + head * keys_head + position * SIZE
+    tl.store(target + column, k.to(keys.dtype.element_ty), mask=mask)
+    column = tl.arange(0, VALUE_PADDED)
+    mask = column < tl.where(fits, VALUE_SIZE, 0)
     v = tl.load(value + row * value_row + head * value_head + column, mask=mask, other=0.0)
-    offset = row * cache_row + head * cache_head + position * SIZE + column
-    tl.store(keys + offset, k.to(keys.dtype.element_ty), mask=mask)
-    tl.store(values + offset, v.to(values.dtype.element_ty), mask=mask)
+    target = values + row * values_row + head * values_head + position * VALUE_SIZE
+    tl.store(target + column, v.to(values.dtype.element_ty), mask=mask)
 
 
 def append_kv(
     keys_BKLD: Tensor, values_BKLD: Tensor, key_BK1D: Tensor, value_BK1D: Tensor, length_B: Tensor
 ) -> None:
-    """Store each row's new key and value at position `length_B` of its cache."""
+    """Store each row's new key and value at position `length_B` of its cache. Values may be shorter
+    than keys."""
     B, K, L, D = keys_BKLD.shape
-    assert keys_BKLD.stride() == values_BKLD.stride() and keys_BKLD.stride()[2:] == (D, 1)
+    value_size = values_BKLD.shape[3]
+    assert keys_BKLD.stride()[2:] == (D, 1) and values_BKLD.stride()[2:] == (value_size, 1)
     key, value = with_dense_rows(key_BK1D), with_dense_rows(value_BK1D)
     _append_kv[(B, K)](
-        key, value, keys_BKLD, values_BKLD, length_B, key.stride(0), key.stride(1),
-        value.stride(0), value.stride(1), keys_BKLD.stride(0), keys_BKLD.stride(1), L,
-        SIZE=D, PADDED=triton.next_power_of_2(D), num_warps=1,
+        key, value, keys_BKLD, values_BKLD, length_B, *key.stride()[:2], *value.stride()[:2],
+        *keys_BKLD.stride()[:2], *values_BKLD.stride()[:2], L,
+        SIZE=D, PADDED=triton.next_power_of_2(D),
+        VALUE_SIZE=value_size, VALUE_PADDED=triton.next_power_of_2(value_size), num_warps=1,
     )  # fmt: skip
 
 
