@@ -21,6 +21,7 @@ from support.architectures import (
     qwen2,
     windowed,
 )
+from support.model_kinds import ModelKind, build_model
 from support.sampling_cases import REQUESTS, assert_equal_samples, make_engine
 from support.tiny_model import tiny_model
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from courtside.engines.generation.sampler import sample_from_hidden, sample_toke
 from courtside.engines.kernels import layers
 from courtside.engines.lm_head import LMHead, find_lm_head
 from courtside.engines.patches import fused_layers
-from courtside.engines.patches.fused_layers import FusedLinear, linear
+from courtside.engines.patches.fused_layers import FusedLayers, FusedLinear, linear
 
 KINDS = [
     tiny_model, qwen, qwen2, phi3, olmo2, lora_qwen, lora_head, partial(windowed, "gemma3_text"),
@@ -209,6 +210,32 @@ def test_rope_of_several_tokens_per_row_is_the_models(rows: int) -> None:
             *module.apply_rotary_pos_emb(q[:, 0], k[:, 0], cos, sin, unsqueeze_dim=0),
         )
     assert all(torch.equal(x, y) for x, y in zip(patched, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["olmo3", "qwen3"])
+def test_layers_in_bfloat16_with_angles_in_float32(kind: str) -> None:
+    """OLMo rotates in float32 and rounds the result; the layers after it take bfloat16."""
+    model = build_model(ModelKind(model_type=kind)).to(torch.bfloat16)
+    weights = DecodeWeights(model, find_lm_head(model), None)
+    assert list(weights.layers.rotary.values()) == [kind == "olmo3"]
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    with torch.no_grad():
+        expected = model.base_model(input_ids=ids).last_hidden_state
+        with weights.swap_in():
+            hidden = model.base_model(input_ids=ids).last_hidden_state
+    assert hidden.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(hidden, expected, rtol=0.02, atol=0.05)
+
+
+def test_the_trace_runs_where_only_linear_layers_are_in_the_dtype_of_autocast() -> None:
+    """As the sampler of a sharded student is."""
+    model = qwen()
+    head = find_lm_head(model)
+    expected = FusedLayers(model, head, torch.bfloat16)
+    for module in expected.linear:
+        module.to(torch.bfloat16)
+    layers = FusedLayers(model, head, torch.bfloat16)
+    assert layers.autocast_norms == expected.autocast_norms != set()
 
 
 def test_a_disabled_head_adapter_is_disabled_in_the_shadow_weights() -> None:

@@ -118,18 +118,29 @@ def match_rms_norm(module: Any, dtype: torch.dtype | None) -> RMSNormMatch | Non
 
 
 def apply_rotary(
-    query_BHND: Tensor, key_BKND: Tensor, cos_BND: Tensor, sin_BND: Tensor
+    query_BHND: Tensor,
+    key_BKND: Tensor,
+    cos_BND: Tensor,
+    sin_BND: Tensor,
+    *,
+    keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """In the promoted dtype; under autocast in that to which attention would cast the result."""
+    """In the promoted dtype; under autocast in that to which attention would cast the result.
+    `keeps_dtype`: in that of the queries and keys, where angles may be of a higher precision."""
     if can_run_kernels(query_BHND) and can_run_kernels(cos_BND):
         from courtside.engines.kernels import layers_autograd
 
         dtype = torch.promote_types(query_BHND.dtype, cos_BND.dtype)
         if torch.is_autocast_enabled(query_BHND.device.type):
             dtype = torch.get_autocast_dtype(query_BHND.device.type)
+        elif keeps_dtype:
+            dtype = query_BHND.dtype
         return layers_autograd.apply_rotary(query_BHND, key_BKND, cos_BND, sin_BND, dtype)
     cos, sin = cos_BND[:, None], sin_BND[:, None]
-    return _rotate_halves(query_BHND, cos, sin), _rotate_halves(key_BKND, cos, sin)
+    query, key = (_rotate_halves(x, cos, sin) for x in (query_BHND, key_BKND))
+    if keeps_dtype:
+        return query.to(query_BHND.dtype), key.to(key_BKND.dtype)
+    return query, key
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -137,7 +148,7 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-high, low), -1) * sin
 
 
-def wrap_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_rotary(original: Callable[..., Any], *, keeps_dtype: bool) -> Callable[..., Any]:
     """`apply_rotary` for the arguments that it supports, `original` for all others."""
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -145,29 +156,35 @@ def wrap_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
         per_position = cos.shape[1:] == q.shape[2:] and len(cos) in (1, len(q))
         if not plain or k.shape[2:] != q.shape[2:] or cos.shape != sin.shape or not per_position:
             return original(q, k, cos, sin, *args, **kwargs)
-        return apply_rotary(q, k, cos, sin)
+        return apply_rotary(q, k, cos, sin, keeps_dtype=keeps_dtype)
 
     return rotary
 
 
-def find_rotary_modules(model: Any) -> list[ModuleType]:
-    """The modeling files of the model's layers whose RoPE computes what `apply_rotary` does."""
+def find_rotary_modules(model: Any) -> dict[ModuleType, bool]:
+    """The modeling files of the model's layers whose RoPE computes what `apply_rotary` does, each
+    with its `keeps_dtype`."""
     names = dict.fromkeys(type(module).__module__ for module in model.modules())
     modules = [sys.modules[name] for name in names if hasattr(sys.modules[name], ROTARY)]
-    return [module for module in modules if _is_rotary(getattr(module, ROTARY), model.device)]
+    matches = {module: _match_rotary(getattr(module, ROTARY), model.device) for module in modules}
+    return {module: keeps for module, keeps in matches.items() if keeps is not None}
 
 
-def _is_rotary(function: Callable[..., Any], device: torch.device) -> bool:
+def _match_rotary(function: Callable[..., Any], device: torch.device) -> bool | None:
+    """Whether its results keep the dtype of its inputs (OLMo, Cohere); None: it is another
+    function. The angles are in float32, as some models have them beside bfloat16."""
     values = torch.linspace(-3, 4, 2 * 3 * 8, device=device).sin()
     query, key = values.view(2, 3, 1, 8), values.flip(0)[:32].view(2, 2, 1, 8)
     cos, sin = (3 * values)[:16].view(2, 1, 8), (5 * values)[7:23].view(2, 1, 8)
     with torch.autocast(device.type, enabled=False):
         try:
             expected = function(query, key, cos, sin)
+            rounded, _ = function(query.bfloat16(), key.bfloat16(), cos, sin)
         except (RuntimeError, TypeError):  # its angles have another shape
-            return False
+            return None
         rotated = apply_rotary(query, key, cos, sin)
-    return all(_relative_error(x, y) < 1e-5 for x, y in zip(rotated, expected, strict=True))
+    errors = [_relative_error(x, y) for x, y in zip(rotated, expected, strict=True)]
+    return bool(rounded.dtype == torch.bfloat16) if max(errors) < 1e-5 else None
 
 
 # ── SwiGLU ───────────────────────────────────────────────────────────────────────────────────────
@@ -288,7 +305,9 @@ class FusedLayers:
         self.linear = [m for m in model.modules() if type(m) is nn.Linear and m not in head_modules]
         norms = [n for m in model.modules() if (n := match_rms_norm(m, dtype)) is not None]
         self.norms = {norm.module: norm for norm in norms}
-        self.trace = Trace(model, self.norms, self.linear)
+        is_16bit = dtype is not None and dtype.itemsize == 2
+        with torch.autocast(model.device.type, dtype, enabled=is_16bit):
+            self.trace = Trace(model, self.norms, self.linear)
         self.autocast_norms = self.trace.linear_only_norms if dtype is not None else set()
         """Norms that may output `dtype`: every consumer would cast the output to it."""
         self.mlps = {m: f for m in model.modules() if (f := match_swiglu_mlp(m)) is not None}
@@ -302,8 +321,9 @@ class FusedLayers:
             yield Patch(module, "forward", partial(norm.forward, dtype=dtype), nests=True)
         for mlp, forward in self.mlps.items():
             yield Patch(mlp, "forward", forward, nests=True)
-        for module in self.rotary:  # Python modules, which models of one kind share
-            yield Patch(module, ROTARY, wrap_rotary(vars(module)[ROTARY]), nests=True)
+        for module, keeps_dtype in self.rotary.items():  # files, which models of one kind share
+            rotary = wrap_rotary(vars(module)[ROTARY], keeps_dtype=keeps_dtype)
+            yield Patch(module, ROTARY, rotary, nests=True)
 
 
 def find_fused_layers(model: Any, head: LMHead, dtype: torch.dtype | None) -> FusedLayers | None:
