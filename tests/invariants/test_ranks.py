@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from support.float64 import relative_error
 from support.mixtures import save_mixture
 from support.rank_runs import compare_runs, outcomes, rows, run_ranks
 from support.small_runs import small_tree, write_jsonl
@@ -96,6 +98,12 @@ class Cases:
             "full": {"student": full, "train": TRAIN | {"micro_batch_tokens": 60}},
             "lora": {"student": lora | {"gradient_checkpointing": True}},
         }
+        in_16_bits = {"dtype": "bfloat16", "gradient_checkpointing": True}
+        for name, student in (("full", full), ("lora", lora)):
+            by_teacher[f"{name}-autocast"] = {
+                "student": student | in_16_bits,
+                "train": TRAIN | {"steps": 1, "micro_batch_tokens": 60},
+            }
         alone = {
             "ema": {"student": lora, "teacher": {"kind": "self", "weights": "ema"}},
             "hints": {
@@ -210,6 +218,21 @@ def test_two_ranks_train_what_one_process_trains(two_ranks: Path, cases: Cases, 
     assert [s.trajectory.token_ids for s in first.trajectories(1)] == [
         s.trajectory.token_ids for s in second.trajectories(1)
     ]
+
+
+@pytest.mark.parametrize("name", ["full-autocast", "lora-autocast"])
+def test_gradients_under_autocast_are_those_of_one_process(
+    two_ranks: Path, cases: Cases, name: str
+) -> None:
+    """Over several passes: autocast must not cast a weight in one pass for all of them."""
+    alone = two_ranks / f"one-{name}"
+    train(parse_recipe(cases.trees()[name]), alone, quiet=True)
+    folders = (alone, two_ranks / f"two-{name}")
+    one, two = (load(latest(folder / "checkpoints")).tensors["optimizer"] for folder in folders)
+    gradients = [key for key in one if key.endswith("exp_avg")]
+    assert gradients
+    ours, expected = (torch.cat([side[k].flatten() for k in gradients]) for side in (two, one))
+    assert relative_error(ours, expected) < 0.05
 
 
 def test_a_run_resumes_with_any_number_of_ranks(three_ranks: Path, uninterrupted: Path) -> None:

@@ -29,6 +29,9 @@ from courtside.types import Scored
 
 class ShardedStudent(Student):
     weights: ShardedWeights
+    caches_cast_weights = False
+    """A layer's gradients are reduced when its backward pass ends. That of a cast in an earlier
+    pass would come after it, and be lost."""
 
     def __init__(self, weights: ShardedWeights, recipe: Recipe, *, ranks: Ranks, **options: Any):
         self.ranks = ranks

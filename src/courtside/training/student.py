@@ -59,6 +59,9 @@ from courtside.types import Scored, Update
 
 
 class Student:
+    caches_cast_weights = True
+    """Under autocast each weight is cast once a step, not in each pass."""
+
     def __init__(
         self,
         weights: StudentWeights,
@@ -172,7 +175,7 @@ class Student:
         try:
             with (
                 torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-                self._autocast(),  # around all passes: each weight is cast once a step
+                self._autocast(),  # around all passes
                 self._patch_model(passes),
             ):
                 # Dropout, the only random operation, is a function of the step.
@@ -240,7 +243,7 @@ class Student:
             self.weights.device.type,
             dtype=dtype or torch.bfloat16,
             enabled=dtype is not None,
-            cache_enabled=cache,
+            cache_enabled=cache and self.caches_cast_weights,
         )
 
     def _micro_batches(
