@@ -22,6 +22,7 @@ STUDENTS: dict[str, dict[str, Any]] = {
     "LoRA": {"lora": {"rank": 8}},
     "LoRA, head": {"lora": HEAD},
     "checkpointing": {"gradient_checkpointing": True},
+    "autocast": {"dtype": "bfloat16"},
 }
 LOSSES: dict[str, list[dict[str, Any]]] = {
     "reverse": [{"kind": "divergence"}],
@@ -50,9 +51,12 @@ def test_a_single_rank_trains_as_a_plain_process(
     plain = train(parse_recipe(tree), tmp_path / "plain").path
     sharded = tmp_path / "sharded"
     assert run_ranks(tmp_path, [{"folder": str(sharded), "recipe": tree}], 1) == 0
+    rounding = 0.1 if student == "autocast" else 2e-3
     for ours, expected in zip(rows(sharded), rows(plain), strict=True):
         for name in ("loss", "kl", "grad_norm"):
-            assert ours[name] == pytest.approx(expected[name], rel=2e-3), name
+            assert ours[name] == pytest.approx(expected[name], rel=rounding), name
+    if student == "autocast":  # the second step's samples are of weights that rounding changes
+        return
     checkpoints = [latest(folder / "checkpoints") for folder in (sharded, plain)]
     ours, expected = (load(path).tensors["optimizer"] for path in checkpoints if path is not None)
     moments = [name for name in expected if name.endswith("exp_avg")]

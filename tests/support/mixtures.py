@@ -60,7 +60,7 @@ def make_near_ties(model: Any) -> None:
 def jitter_routers(model: Any, scale: float = 1e-6) -> None:
     """As much as rounding: it changes which of four such experts score highest, nothing else."""
     for router in routers_of(model):
-        router.weight *= 1 + scale * torch.randn(router.weight.shape)
+        router.weight *= 1 + scale * torch.randn(router.weight.shape).to(router.weight)
 
 
 def save_mixture(folder: Path, kind: str, **settings: Any) -> Path:
