@@ -95,7 +95,7 @@ def read_section(place: str) -> dict[str, Any]:
 def render_number(spec: str) -> str:
     """STUDY[/VARIANT]; ARM; MEASURE[; FORMAT], STUDY; FIRST minus OTHER; OUTCOME[; FORMAT], STUDY;
     sweep; ARM RATE COLUMN, or STUDY; cost. `both_sides` is the mean of the errors where a habit is
-    wrong and where it is right."""
+    wrong and where it is right; `step N` the validation score after N steps."""
     place, row, *more = (part.strip() for part in spec.split(";"))
     if row == "cost":
         return f"{count_minutes(read_results(place)):.0f} minutes"
@@ -118,6 +118,9 @@ def render_number(spec: str) -> str:
     if measure.startswith("phases/"):
         _, phase, key = measure.split("/")
         return format_value(_over_seeds([arm["phases"][phase][key]]), *(given_format or ["k"]))
+    if measure.startswith("step "):
+        step = int(measure.removeprefix("step "))
+        return format_value(curve_of(arm)[step], *(given_format or ["%"]))
     if measure.startswith("uncut_"):
         return format_value(uncut_of(arm, measure.removeprefix("uncut_")), "mean %")
     return format_value(arm[measure], *(given_format or ["%"]))
@@ -173,6 +176,11 @@ def uncut_of(arm: Mapping[str, Any], when: str) -> dict[str, Any]:
     return _over_seeds([score / (1 - cut) for score, cut in pairs])
 
 
+def curve_of(arm: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """By step: the validation score over seeds."""
+    return {point["step"]: point for point in arm["curve"]}
+
+
 def over_runs(arm: Mapping[str, Any], key: str) -> dict[str, Any]:
     return _over_seeds([run[key] for run in arm["runs"]])
 
@@ -185,7 +193,7 @@ def _over_seeds(values: list[float]) -> dict[str, Any]:
 
 def format_value(value: Mapping[str, Any], style: str) -> str:
     """Styles: `%`, `nats` and `points` with the interval, `mean %` and `mean nats` without,
-    `k` in thousands, `verdict`; `seed N`: the value of the run at that place."""
+    `k` in thousands, `s` in seconds, `verdict`; `seed N`: the value of the run at that place."""
     if style.startswith("seed "):
         return f"{value['values'][int(style.removeprefix('seed '))]:.1%}"
     mean, low, high = (value[name] for name in ("mean", "low", "high"))
@@ -209,6 +217,8 @@ def format_value(value: Mapping[str, Any], style: str) -> str:
             return f"{_signed(-mean)} ({_signed(-high)} to {_signed(-low)})"
         case "k":
             return f"{mean / 1000:.0f}k"
+        case "s":
+            return f"{mean:.0f} s"
         case "verdict":
             return str(value["verdict"])
     raise ValueError(f"no style {style!r}")
@@ -261,12 +271,25 @@ def _key(measure: str, when: str) -> str:
     return when if measure == "score" else f"{measure}_{when}"
 
 
-def cost_rows(study: str, *measures: str) -> list[list[str]]:
+def curve_rows(place: str) -> list[list[str]]:
+    """Arms down, steps across: validation scores along training."""
+    arms = read_section(place)["arms"]
+    curves = {name: curve_of(arm) for name, arm in arms.items()}
+    steps = sorted(set().union(*curves.values()))
+    rows = [["arm", "seeds", *(f"step {step}" for step in steps)]]
+    for name, curve in curves.items():
+        cells = [format_value(curve[step], "%") if step in curve else "" for step in steps]
+        rows.append([f"`{name}`", str(arms[name]["after"]["seeds"]), *cells])
+    return rows
+
+
+def cost_rows(place: str, *measures: str) -> list[list[str]]:
     """Arms down: what they end at, and what a run of each costs, means over seeds."""
     units = {"student_tokens": "student tokens", "teacher_tokens": "teacher tokens"}
-    results = read_results(study)
+    results = read_section(place)
     rows = [["arm", "rate", *(f"`{m}`" for m in measures), *units.values(), "PFLOP", "steps"]]
-    rows.append(["start", "", *(_before(results, measure) for measure in measures), *[""] * 4])
+    if measures:
+        rows.append(["start", "", *(_before(results, measure) for measure in measures), *[""] * 4])
     for name, arm in results["arms"].items():
         spent = {unit: value["mean"] for unit, value in arm["spent"].items()}
         rows.append(
@@ -365,6 +388,7 @@ def gate_rows(study: str) -> list[list[str]]:
 TABLES: Mapping[str, Callable[..., list[list[str]]]] = {
     "arms": arm_rows,
     "costs": cost_rows,
+    "curves": curve_rows,
     "contrasts": contrast_rows,
     "sides": side_rows,
     "faults": fault_rows,

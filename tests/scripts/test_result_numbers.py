@@ -50,6 +50,36 @@ def test_costs_are_listed_with_what_an_arm_ends_at(monkeypatch: pytest.MonkeyPat
         "| start |  | 25.0% |  |  |  |  |",
         "| `a` | 1e-05 | 50.0% (40.0–60.0) | 600k | 0k | 2.50 | 18 |",
     ]
+    of_variant = {"variants": {"long": {"arms": {"a": arm}}}}
+    monkeypatch.setattr(result_numbers, "read_results", lambda study: of_variant)
+    assert render_table("costs; s/long").splitlines()[1:4] == [
+        "| arm | rate | student tokens | teacher tokens | PFLOP | steps |",
+        "|---|---|---|---|---|---|",
+        "| `a` | 1e-05 | 600k | 0k | 2.50 | 18 |",
+    ]
+
+
+def test_validations_stand_below_the_step_they_were_made_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def point(step: int, mean: float, seeds: int) -> dict[str, float]:
+        return {"step": step, "mean": mean, "low": mean - 0.1, "high": mean + 0.1, "seeds": seeds}
+
+    arms = {
+        "a": {"after": {"seeds": 3}, "curve": [point(0, 0.5, 3), point(40, 0.75, 3)]},
+        "b": {"after": {"seeds": 1}, "curve": [point(20, 0.625, 1), point(40, 0.25, 1)]},
+    }
+    results = {"variants": {"long": {"arms": arms}}}
+    monkeypatch.setattr(result_numbers, "read_results", lambda study: results)
+    assert render_table("curves; s/long").splitlines()[1:-1] == [
+        "| arm | seeds | step 0 | step 20 | step 40 |",
+        "|---|---|---|---|---|",
+        "| `a` | 3 | 50.0% (40.0–60.0) |  | 75.0% (65.0–85.0) |",
+        "| `b` | 1 |  | 62.5% | 25.0% |",
+    ]
+    assert render_number("s/long; a; step 40; mean %") == "75.0%"
+    with pytest.raises(KeyError):
+        render_number("s/long; a; step 20")
 
 
 def test_numbers_outside_of_markers_are_refused() -> None:
@@ -91,6 +121,7 @@ def test_values_and_styles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert render_number("s; sweep; a 1e-4 errors") == "25.0%"
     # 0.2 and 0.3: mean 0.25, t of one degree of freedom times 0.05.
     assert render_number("s; a; gain") == "25.0 (−38.5 to 88.5)"
+    assert format_value({"mean": 27.5208, "low": 23.8, "high": 31.2, "seeds": 7}, "s") == "28 s"
     with pytest.raises(KeyError):
         render_number("s; a; unknown")
     with pytest.raises(ValueError, match="no style"):
