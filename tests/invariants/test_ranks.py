@@ -228,10 +228,15 @@ def test_gradients_under_autocast_are_those_of_one_process(
     alone = two_ranks / f"one-{name}"
     train(parse_recipe(cases.trees()[name]), alone, quiet=True)
     folders = (alone, two_ranks / f"two-{name}")
-    one, two = (load(latest(folder / "checkpoints")).tensors["optimizer"] for folder in folders)
-    gradients = [key for key in one if key.endswith("exp_avg")]
+    alone_state, shared_state = (
+        load(latest(folder / "checkpoints")).tensors["optimizer"] for folder in folders
+    )
+    gradients = [key for key in alone_state if key.endswith("exp_avg")]
     assert gradients
-    ours, expected = (torch.cat([side[k].flatten() for k in gradients]) for side in (two, one))
+    ours, expected = (
+        torch.cat([state[key].flatten() for key in gradients])
+        for state in (shared_state, alone_state)
+    )
     assert relative_error(ours, expected) < 0.05
 
 
