@@ -13,10 +13,6 @@ from courtside.recipe.teacher import ModelTeacherConfig, SelfTeacherConfig
 QUANTIZED = ("int8", "nf4")
 """Precisions of a teacher whose weights are not sharded."""
 
-MAX_WHOLE_BYTES = 20e9
-"""Of a model that never trains, for sharding.teachers = 'auto': 8 billion parameters in bfloat16
-are whole, and 14 billion in shards."""
-
 
 def refuse_sharded(recipe: Recipe, ranks: Ranks) -> None:
     problems = list(find_sharding_problems(recipe, ranks.size))
@@ -78,11 +74,8 @@ def _find_problems_of_shards(recipe: Recipe, fix: str) -> Iterator[str]:
 def shards_model(recipe: Recipe, ranks: Ranks, model: Any) -> bool:
     """Whether a model that never trains is in shards. It depends on the recipe and on sizes, never
     on the memory that is free, so that a run is the same wherever it goes on."""
-    choice = recipe.sharding.teachers
-    if not ranks.is_sharded or choice == "whole":
-        return False
     num_bytes = sum(p.nbytes for p in model.parameters())
-    return choice == "shards" or (ranks.size > 1 and num_bytes > MAX_WHOLE_BYTES)
+    return ranks.is_sharded and recipe.sharding.shards_teacher(num_bytes, num_ranks=ranks.size)
 
 
 def note_shards(name: str) -> str:

@@ -3,8 +3,9 @@
 Weights, gradients and moments are counted exactly. Activations follow from what the layer kernels
 save (engines/kernels/layers_autograd.py), the LM head's logits from its chunks
 (losses/fused/linear_divergence.py), the KV cache from its rows (engines/generation/kv_cache.py).
-With several GPUs the student's states are sharded, and each rank has a whole sampler, teacher and
-reference (docs/distributed.md); such a plan was not compared with runs.
+With several GPUs the student's states are sharded, and each rank has a whole sampler; teachers and
+copies of the student are whole or in shards as `sharding.teachers` says (docs/distributed.md). Such
+a plan was not compared with runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from dataclasses import dataclass
 from courtside.planning.corrections import count_takeovers, list_questions
 from courtside.planning.gpus import GIB
 from courtside.planning.shapes import ModelShape
-from courtside.planning.workload import HINT_TOKENS, PASS_TOKENS, TeacherModel, Workload
+from courtside.planning.weights import (
+    ITEM_SIZE,
+    copy_bytes,
+    held_teacher_bytes,
+    is_in_shards,
+    model_bytes,
+    num_gathered_parameters,
+)
+from courtside.planning.workload import HINT_TOKENS, PASS_TOKENS, Workload
 from courtside.recipe.teacher import SelfTeacherConfig
 from courtside.training.kv_budget import DEFAULT_TOKENS, budget_kv_tokens, num_weight_copies
 
@@ -35,9 +44,6 @@ STAGING_BYTES = 3 * 2 * 4 * 2**23
 """Of offloaded moments, on their way through the GPU."""
 CPU_PROCESS_BYTES = 0.85 * GIB
 """Python, torch and the libraries of a run on a CPU, prepacked weights included."""
-ITEM_SIZE = {"float32": 4, "bfloat16": 2}
-NF4_BYTES = 0.5 + 4 / 64
-"""Of a weight: four bits, and a float32 scale for each block of 64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +70,8 @@ def resident_bytes(work: Workload) -> dict[str, float]:
         "student weights": (student + 4 * (models.num_adapter or 0)) / shards,
         "sampler": sampler_bytes(work),
         "AdamW moments": 0.0 if _offloads(work) else 8 * models.num_trained / shards,
-        "teacher weights": float(sum(map(teacher_bytes, models.teachers))),
-        "copies of the student": 4.0 * num_copies(work) * models.num_trained,
+        "teacher weights": sum(held_teacher_bytes(work, t) for t in models.teachers),
+        "copies of the student": num_copies(work) * copy_bytes(work),
     }
     if work.device.is_gpu:
         parts |= {"CUDA context": CUDA_CONTEXT, "workspaces": WORKSPACES}
@@ -92,20 +98,6 @@ def _has_average(work: Workload) -> bool:
     """Whether a teacher is a moving average, which takes float32 weights."""
     teachers = work.recipe.model_teachers
     return any(isinstance(t, SelfTeacherConfig) and t.weights == "ema" for t in teachers)
-
-
-def teacher_bytes(teacher: TeacherModel) -> float:
-    return model_bytes(teacher.shape, teacher.dtype)
-
-
-def model_bytes(shape: ModelShape, dtype: str) -> float:
-    """Quantized are the linear layers; embedding and LM head stay in bfloat16."""
-    if dtype in ITEM_SIZE:
-        return shape.num_parameters * ITEM_SIZE[dtype]
-    per_weight = 1.0 if dtype == "int8" else NF4_BYTES
-    return shape.num_linear_parameters * per_weight + 2.0 * (
-        shape.num_parameters - shape.num_linear_parameters
-    )
 
 
 def num_copies(work: Workload) -> int:
@@ -294,6 +286,14 @@ def teacher_memory(work: Workload) -> PhaseMemory:
             parts["KV cache of trunks"] = tokens * kv_bytes_per_token(work)
             parts["keys of hints"] = branch_bytes(work, tokens)
         parts["forward pass"] = tokens * pass_bytes_per_token(work.models.scorer, work.models.dtype)
+        parts["gathered layers"] = max(
+            (
+                2 * ITEM_SIZE[t.dtype] * t.shape.num_linear_parameters / t.shape.num_layers
+                for t in work.models.teachers
+                if is_in_shards(work, t)
+            ),
+            default=0.0,
+        )
     return PhaseMemory(phase="teacher", parts={k: v for k, v in parts.items() if v})
 
 
@@ -382,11 +382,6 @@ def gathered_bytes(work: Workload) -> float:
     layers = 2 * shape.num_linear_parameters / shape.num_layers
     item = ITEM_SIZE.get(work.models.base_dtype, 2) + (2 if _casts(work) else 0)
     return item * (layers + num_gathered_parameters(shape))
-
-
-def num_gathered_parameters(shape: ModelShape) -> int:
-    """Of embedding and LM head, whole during an update."""
-    return (1 if shape.tied else 2) * shape.num_head_parameters
 
 
 def phase_memories(work: Workload) -> tuple[PhaseMemory, ...]:

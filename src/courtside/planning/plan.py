@@ -36,8 +36,8 @@ from courtside.report.summary import summarize_recipe
 
 PAPER_NOTE = (
     "several GPUs are on paper, and never measured: weights, gradients and moments are divided "
-    "evenly (FSDP2), each rank has a whole sampler and teacher, weights are gathered in every pass "
-    "without overlap, machines are linked at 50 GB/s a GPU"
+    "evenly (FSDP2), each rank has a whole sampler, and teachers as sharding.teachers says, "
+    "weights are gathered in every pass without overlap, machines are linked at 50 GB/s a GPU"
 )
 SERVERS_NOTE = (
     "servers are on paper, and never measured: vLLM is planned with the speed of courtside's own "

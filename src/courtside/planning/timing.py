@@ -21,10 +21,11 @@ from courtside.planning.flops import (
     served_scoring_flops,
     update_flops,
 )
-from courtside.planning.memory import ITEM_SIZE, kv_bytes_per_token, kv_cache_tokens, num_cache_rows
+from courtside.planning.memory import kv_bytes_per_token, kv_cache_tokens, num_cache_rows
 from courtside.planning.servers import list_teacher_places, on_servers
 from courtside.planning.shapes import ModelShape
-from courtside.planning.workload import GPUS_PER_MACHINE, PASS_TOKENS, Lengths, Workload
+from courtside.planning.weights import ITEM_SIZE, find_sharded_scorer, seconds_to_gather
+from courtside.planning.workload import PASS_TOKENS, Lengths, TeacherModel, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +76,6 @@ RECORD_SECONDS = 1.2e-6
 TURN_SECONDS = 1e-3
 """Of an episode, for each later turn: its environment and the rendering of its messages."""
 HOST_LINK_SHARE = 0.8
-NETWORK = 50e9
-"""Bytes/s between machines, for each GPU: 400 Gbit/s."""
 ALL_REDUCE_SECONDS = 20e-6
 """Latency of one between the GPUs of a machine; two a layer and decode step."""
 
@@ -273,6 +272,8 @@ def _writing_seconds(work: Workload, use: Utilisation, number: float, lengths: L
             shape, alone = place.shape, replace(place.work, lengths=lengths)
             seconds += _prefill_seconds(shape, alone, use, prompts=rows, rows=rows)
             seconds += decode_seconds(shape, alone, use, rows=rows, new=lengths.new, group_size=1)
+            if not place.is_served:
+                seconds += sharded_decode_seconds(alone, rows=rows, new=lengths.new)
     return seconds
 
 
@@ -294,6 +295,8 @@ def teacher_seconds(work: Workload, use: Utilisation) -> float:
         num_forward=2 if is_tree else 1,
         extra=0.0 if work.recipe.reader else work.lengths.context,
     )
+    if (sharded := find_sharded_scorer(work)) is not None:
+        seconds += _gather_seconds(work, sharded, limit, num_rows, times=1)
     return served + seconds
 
 
@@ -319,27 +322,35 @@ def update_seconds(work: Workload, use: Utilisation) -> float:
     if recipe.train.optimizer_offload and device.is_gpu:
         seconds += 8.0 * trained / (HOST_LINK_SHARE * device.host_link)
     # Forward, backward and the reduced gradients.
-    return seconds + _gather_seconds(work, shape, limit, num_rows, times=num_forward)
+    student = TeacherModel(model="student", shape=shape, dtype=work.models.base_dtype)
+    return seconds + _gather_seconds(work, student, limit, num_rows, times=num_forward)
 
 
 def _gather_seconds(
-    work: Workload, shape: ModelShape, limit: int, num_rows: float, *, times: float
+    work: Workload, model: TeacherModel, limit: int, num_rows: float, *, times: float
 ) -> float:
     """Sharded weights are gathered in every pass; nothing of it is hidden behind the matmuls."""
-    if work.num_gpus == 1:
-        return 0.0
     passes, _ = work.pack(limit, num_rows)
-    item = ITEM_SIZE.get(work.models.base_dtype, 2)
-    remote = (work.num_gpus - 1) / work.num_gpus * item * shape.num_parameters
-    is_one_machine = work.num_gpus <= GPUS_PER_MACHINE
-    link = work.device.link if is_one_machine else min(work.device.link, NETWORK)
-    return passes * times * remote / link
+    return passes * times * seconds_to_gather(work, model)
+
+
+def sharded_decode_seconds(work: Workload, *, rows: float, new: float) -> float:
+    """A sharded teacher that samples gathers all of its weights for each token."""
+    if (teacher := find_sharded_scorer(work)) is None or not rows:
+        return 0.0
+    on_rank = rows / work.num_gpus
+    batches = -(-on_rank // num_cache_rows(work, on_rank))
+    return batches * new * seconds_to_gather(work, teacher)
 
 
 def evaluation_seconds(work: Workload, use: Utilisation, *, by_teacher: bool) -> float:
     if not by_teacher:
         return _answer_seconds(work.models.student, find_sampler(work), use)
-    return sum(p.share * _answer_seconds(p.shape, p.work, use) for p in list_teacher_places(work))
+    places = list_teacher_places(work)
+    seconds = sum(p.share * _answer_seconds(p.shape, p.work, use) for p in places)
+    rows = float(work.recipe.evaluate.num_tasks * work.recipe.evaluate.samples_per_task)
+    new = work.lengths.evaluated or work.lengths.new
+    return seconds + sharded_decode_seconds(work, rows=rows * work.local_share, new=new)
 
 
 def _answer_seconds(shape: ModelShape, work: Workload, use: Utilisation) -> float:

@@ -8,6 +8,10 @@ from pydantic import PositiveFloat
 
 from courtside.recipe.base import Section
 
+MAX_WHOLE_BYTES = 20e9
+"""Of a model that never trains, for sharding.teachers = 'auto': 8 billion parameters in bfloat16
+are whole, and 14 billion in shards."""
+
 
 class ShardingConfig(Section):
     """How many processes there are is the launcher's to say: --nproc, or torchrun."""
@@ -23,3 +27,9 @@ class ShardingConfig(Section):
     timeout_minutes: PositiveFloat = 60.0
     """How long one process waits for another before the run ends: longer than the rollout of one
     may take after that of the others."""
+
+    def shards_teacher(self, num_bytes: float, *, num_ranks: int) -> bool:
+        """Whether a model of this size that never trains is in shards."""
+        if self.teachers == "auto":
+            return num_ranks > 1 and num_bytes > MAX_WHOLE_BYTES
+        return self.teachers == "shards"

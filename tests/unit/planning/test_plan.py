@@ -141,11 +141,12 @@ def test_more_gpus_take_less_time_and_memory() -> None:
     assert updates[0] / updates[-1] < 8  # weights are gathered over the links
     machine, machines = (plan(make_recipe(), num_gpus=n, **PROMPTS).estimate for n in (8, 16))
     rollout, other = (result.memory[0].parts for result in (machine, machines))
-    # A second machine halves the states and the rows, not the models that sample and score.
+    # A second machine halves the states and the rows, not the sampler.
     assert other["student weights"] == rollout["student weights"] / 2
     assert other["KV cache"] == rollout["KV cache"] / 2
-    for name in ("sampler", "teacher weights"):
-        assert other[name] == rollout[name]
+    assert other["sampler"] == rollout["sampler"]
+    # The teacher has more than 20 GB: its layers are in shards, embedding and LM head are not.
+    assert rollout["teacher weights"] / 2 < other["teacher weights"] < rollout["teacher weights"]
     assert machine.phases[2].seconds / machines.phases[2].seconds < 2
 
 
@@ -223,10 +224,10 @@ def test_each_change_is_computed() -> None:
     assert change.step_seconds == estimate(checkpointed).step_seconds
     assert set(changes) >= {
         "train.optimizer_offload=true", "teacher.dtype=int8", "teacher.dtype=nf4",
-        "student.lora.rank=32", "--gpus 32",
+        "student.lora.rank=32", "--gpus 8",
     }  # fmt: skip
-    # Shards become smaller; the teacher, the sampler and a pass's activations do not.
-    assert changes["--gpus 32"].fits and "--gpus 4" not in changes
+    # Shards become smaller, the teacher's too; the sampler and a pass's activations do not.
+    assert changes["--gpus 8"].fits and "--gpus 2" not in changes
     together = [change for change in changes.values() if " " in change.setting and change.fits]
     assert any("lora" in c.setting or "checkpointing" in c.setting for c in together)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.plan_rows import distillation_work
+from support.plan_rows import REVERSE_KL, distillation_work
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from courtside.engines.forward.batching import (
@@ -25,12 +25,14 @@ from courtside.planning.memory import (
     kv_cache_tokens,
     phase_memories,
     resident_bytes,
-    teacher_bytes,
     update_memory,
 )
 from courtside.planning.presets import PRESETS
 from courtside.planning.shapes import shape_from_config
+from courtside.planning.timing import default_utilisation, estimate_seconds
+from courtside.planning.weights import teacher_bytes
 from courtside.planning.workload import Lengths, TeacherModel, Workload
+from courtside.recipe.load import parse_recipe
 from courtside.training import kv_budget, optimizer
 
 P, Q = PRESETS["qwen3-1.7b"].num_parameters, PRESETS["qwen3-4b"].num_parameters
@@ -101,6 +103,57 @@ def test_states_are_divided_among_ranks_that_have_a_sampler_and_teacher_each() -
     layer = PRESETS["qwen3-1.7b"].num_linear_parameters / 28
     assert shards["gathered layers"] == (4 + 2) * (2 * layer + head)
     assert "gathered layers" not in whole and "bf16 weights" not in shards
+
+
+def plan_large_teacher(teachers: str, *, dtype: str = "bfloat16", num_gpus: int = 8) -> Workload:
+    work = distillation_work(
+        "qwen3-1.7b", "qwen3-32b", Lengths(prompt=128, new=512), prompts=64, samples=4,
+        device=GPUS["h200"], sharding__teachers=teachers,
+    )  # fmt: skip
+    (teacher,) = work.models.teachers
+    models = replace(work.models, teachers=(replace(teacher, dtype=dtype),))
+    return replace(work, models=models, num_gpus=num_gpus)
+
+
+def test_a_large_teacher_is_in_shards_as_in_the_run() -> None:
+    shape = PRESETS["qwen3-32b"]
+    whole, auto, shards = (plan_large_teacher(name) for name in ("whole", "auto", "shards"))
+    assert resident_bytes(whole)["teacher weights"] == 2 * shape.num_parameters
+    assert resident_bytes(auto) == resident_bytes(shards)
+    head = 2 * shape.num_head_parameters
+    assert resident_bytes(auto)["teacher weights"] == shape.num_parameters / 4 + 2 * head
+    layer = shape.num_linear_parameters / shape.num_layers
+    assert parts_of(auto, "teacher")["gathered layers"] == 2 * 2 * layer
+    assert "gathered layers" not in parts_of(whole, "teacher")
+    for alone in (
+        plan_large_teacher("auto", num_gpus=1),
+        plan_large_teacher("auto", dtype="nf4"),
+        replace(make_work(), num_gpus=8),  # 8 GB
+    ):
+        (teacher,) = alone.models.teachers
+        assert resident_bytes(alone)["teacher weights"] == teacher_bytes(teacher)
+    seconds = [estimate_seconds(work, default_utilisation(work)) for work in (whole, auto)]
+    assert seconds[1].phases["teacher"] > seconds[0].phases["teacher"]
+    assert seconds[1].phases["update"] == seconds[0].phases["update"]
+    assert seconds[1].teacher_evaluation > 2 * seconds[0].teacher_evaluation > 0
+
+
+@pytest.mark.parametrize(("teachers", "parts"), [("auto", 1), ("whole", 1), ("shards", 4)])
+def test_copies_of_the_student_are_in_shards_as_in_the_run(teachers: str, parts: int) -> None:
+    context = {"kind": "system", "text": "be brief"}
+    recipe = parse_recipe(
+        {
+            "student": {"model": "qwen3-1.7b"},
+            "tasks": {"kind": "arithmetic"},
+            "teacher": {"kind": "self", "weights": "frozen", "context": context},
+            "losses": [REVERSE_KL],
+            "sharding": {"teachers": teachers},
+        }
+    )
+    work = make_work()
+    models = replace(work.models, teachers=())
+    work = replace(work, recipe=recipe, models=models, num_gpus=4)
+    assert resident_bytes(work)["copies of the student"] == 4 * P / parts
 
 
 def test_ranks_sample_rows_of_their_own() -> None:
