@@ -425,7 +425,7 @@ def _restore_run(recipe: Recipe, run: str | Path, checkpoint: Path | None) -> tu
     """The assembled recipe with a checkpoint's weights, and the checkpoint's number of steps."""
     from courtside.assemble import assemble
     from courtside.report.folder.folder import RunFolder
-    from courtside.run import model_tensors, restore
+    from courtside.run_state import model_tensors, restore
     from courtside.training import checkpoints
 
     trained = RunFolder.read(run).recipe().student

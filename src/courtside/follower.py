@@ -10,13 +10,15 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from courtside.drafts.base import DraftOutcome
 from courtside.errors import Interrupted, RunError, UserError
 from courtside.interrupts import StopSignal, handle_signals
 from courtside.rank_messages import Command, End, Evaluate, RankStep, Save, Step
-from courtside.run import INTERRUPTIBLE_PHASES, restore_from, save_checkpoint
+from courtside.run import INTERRUPTIBLE_PHASES
 from courtside.run_evaluation import measure_policies
+from courtside.run_state import restore_from, save_checkpoint
 from courtside.runtime import Runtime
 from courtside.types import Scored, Update
 
@@ -66,6 +68,10 @@ class Follower:
     @contextmanager
     def save_failed_batch(self, step: int, scored: Sequence[Scored]) -> Iterator[None]:
         yield  # the leader has all of it
+
+    @contextmanager
+    def save_if_servers_fail(self, *results: Any) -> Iterator[None]:
+        yield  # nothing is saved then
 
     def record(
         self,

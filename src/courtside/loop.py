@@ -34,5 +34,7 @@ def train_step(parts: Runtime, run: Run | Follower, step: int) -> None:
         update = parts.student.step(step, scored)  # one optimizer step, any mix of losses
         for average in parts.averages.values():
             average.update()  # a teacher that is a moving average of the student
-        parts.engine.load_weights(step + 1)  # rollouts follow the student
-    run.record(step, scored, update, reading.counts, drafts)
+        results = (step, scored, update, reading.counts, drafts)
+        with run.save_if_servers_fail(*results):
+            parts.engine.load_weights(step + 1)  # rollouts follow the student
+    run.record(*results)

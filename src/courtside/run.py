@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import quote
 
 import torch
 
@@ -46,10 +45,10 @@ from courtside.report.metrics import compute_costs
 from courtside.report.page.page import write_report
 from courtside.report.trackers import open_trackers
 from courtside.run_evaluation import RunEvaluation, describe_evaluation
+from courtside.run_state import restore_from, save_checkpoint
 from courtside.runtime import Runtime
 from courtside.teacher.judging import judge_hints
 from courtside.training import checkpoints
-from courtside.training.shards import copy_into
 from courtside.types import Scored, Split, Update
 
 INTERRUPTIBLE_PHASES = ("rollout", "drafts", "reader", "teacher", "evaluate")
@@ -189,7 +188,23 @@ class Run:
                 "train.learning_rate or a `clip` on the loss often helps"
             ) from error
 
-    def record(
+    @contextmanager
+    def save_if_servers_fail(self, *results: Any) -> Iterator[None]:
+        """Around what brings the weights of a step to its servers: the step itself is done. One
+        process only; several have not agreed yet on what failed."""
+        try:
+            yield
+        except ServerError:
+            if self.ranks.size == 1:
+                self._record_step(*results)
+                self._save()
+            raise
+
+    def record(self, *results: Any) -> None:
+        self._record_step(*results)
+        self._evaluate_if_due()
+
+    def _record_step(
         self,
         step: int,
         scored: Sequence[Scored],
@@ -245,7 +260,6 @@ class Run:
             self.alarms.check_finished(self.num_steps)
         if self.num_steps % self.recipe.run.checkpoint_every == 0 or last:
             self._save()  # before the evaluation, which may take long
-        self._evaluate_if_due()
 
     def _gather_step(
         self, scored: Sequence[Scored], reader_counts: Mapping[str, int], drafts: DraftOutcome
@@ -373,63 +387,3 @@ class Run:
             "command goes on from there",
             number,
         )
-
-
-# ── state of a checkpoint ────────────────────────────────────────────────────────────────────────
-
-
-def model_tensors(parts: Runtime) -> dict[str, dict[str, Any]]:
-    """Trained weights and moving averages, by the name of their file in a checkpoint."""
-    weights = {name: p.data for name, p in parts.student.weights.trained.items()}
-    averages = {f"average-{_file_name(n)}": a.shadow for n, a in sorted(parts.averages.items())}
-    return {"weights": weights, **averages}
-
-
-def save_checkpoint(parts: Runtime, folder: Path, num_steps: int) -> None:
-    """All ranks call it, and each writes its shards."""
-    student = parts.student
-    optimizer = checkpoints.optimizer_tensors(student.optimizer, student.weights.trained)
-    checkpoints.save(
-        folder,
-        num_steps,
-        {**model_tensors(parts), "optimizer": optimizer},
-        keep=parts.recipe.run.keep_checkpoints,
-        ranks=parts.ranks,
-    )
-
-
-def restore_from(parts: Runtime, path: Path) -> int:
-    """Restore a checkpoint on every rank; returns its number of steps."""
-    saved = checkpoints.load(path, lazily=parts.ranks.is_sharded)
-    parts.ranks.exchange(None)  # all have read it: from here on they wait for each other's tensors
-    restore(parts, saved)
-    return saved.num_steps
-
-
-def restore(parts: Runtime, saved: checkpoints.Checkpoint) -> None:
-    """Copy a checkpoint's weights, optimizer state and moving averages into the parts."""
-    with parts.ranks.work_apart():
-        _restore_tensors(parts, saved)
-    parts.engine.load_weights(saved.num_steps)
-
-
-def _restore_tensors(parts: Runtime, saved: checkpoints.Checkpoint) -> None:
-    for name, tensors in model_tensors(parts).items():
-        copy_tensors(tensors, saved.tensors[name])
-    student = parts.student
-    trained = student.weights.trained
-    checkpoints.restore_optimizer(student.optimizer, trained, saved.tensors["optimizer"])
-    student.weights.publish()
-    for average in parts.averages.values():
-        average.publish()
-
-
-def copy_tensors(tensors: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    assert tensors.keys() == saved.keys(), "the recipe decides the names, and it is the same"
-    for name, tensor in tensors.items():
-        copy_into(tensor, saved[name])
-
-
-def _file_name(label: str) -> str:
-    """Different labels stay different, whatever a user calls a route."""
-    return quote(label, safe="")

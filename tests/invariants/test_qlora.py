@@ -23,7 +23,7 @@ from courtside.engines.base import ScoreRequest
 from courtside.errors import RecipeError, UserError
 from courtside.recipe.load import parse_recipe
 from courtside.report.folder.folder import RunFolder
-from courtside.run import restore
+from courtside.run_state import restore
 from courtside.training import checkpoints
 from courtside.training.weights import StudentWeights
 

@@ -24,7 +24,8 @@ from courtside.report.console import RunConsole
 from courtside.report.costs import CostMeter
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import read_trajectories
-from courtside.run import Run, _file_name
+from courtside.run import Run
+from courtside.run_state import _file_name
 from courtside.training import checkpoints
 
 
@@ -356,17 +357,21 @@ def test_what_the_user_must_mend_does_not_cost_the_steps_done(tiny_folder, tmp_p
     assert len(train(recipe, tmp_path / "run").metrics()) == 5
 
 
-@pytest.mark.parametrize("phase", ["teacher", "update"])
+@pytest.mark.parametrize(("phase", "num_saved"), [("teacher", 2), ("update", 0), ("weights", 3)])
 def test_servers_that_fail_do_not_cost_the_steps_done(
-    phase, tiny_folder, tiny_teacher_folder, tmp_path
+    phase, num_saved, tiny_folder, tiny_teacher_folder, tmp_path
 ):
-    """After the optimizer step the weights are no longer those of the steps recorded: saved under
-    that number, the batch would train them twice."""
+    """In an update the weights are no longer those of the steps recorded: saved under that number,
+    the batch would train them twice. When they do not reach the servers, the step is done."""
     recipe = small_recipe(tiny_folder, tiny_teacher_folder, run={"checkpoint_every": 100})
     plain = go(recipe, tmp_path / "plain", Recorder())
 
     def spoil(parts: Any) -> None:
-        what, name = (parts, "teacher") if phase == "teacher" else (parts.engine, "load_weights")
+        what, name = {
+            "teacher": (parts, "teacher"),
+            "update": (parts.student, "accumulate"),
+            "weights": (parts.engine, "load_weights"),
+        }[phase]
         real, calls = getattr(what, name), []
 
         def fail_at_the_third(*args: Any) -> Any:
@@ -380,7 +385,9 @@ def test_servers_that_fail_do_not_cost_the_steps_done(
     with pytest.raises(ServerError, match="no answer"):
         go(recipe, tmp_path / "run", Recorder(), spoil)
     saved = checkpoints.latest(tmp_path / "run" / "checkpoints")
-    assert (saved and saved.name) == ("step-000002" if phase == "teacher" else None)
+    assert (saved and saved.name) == (f"step-{num_saved:06d}" if num_saved else None)
+    num_rows = num_saved or 2  # those after the last checkpoint are trained again
+    assert len(RunFolder.read(tmp_path / "run").metrics()) == num_rows
     resumed = go(recipe, tmp_path / "run", Recorder())
     for name, tensor in plain.parts.student.weights.trained.items():
         assert torch.equal(tensor, resumed.parts.student.weights.trained[name]), name

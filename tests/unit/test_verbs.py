@@ -15,7 +15,7 @@ from courtside.api import evaluate_student, export, rescore, train
 from courtside.assemble import assemble
 from courtside.errors import CheckpointError, UserError
 from courtside.report.folder.folder import RunFolder
-from courtside.run import restore
+from courtside.run_state import restore
 from courtside.training import checkpoints
 
 IDS = torch.tensor([[5, 9, 33, 80, 7]])

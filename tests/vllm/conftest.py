@@ -21,7 +21,7 @@ from courtside.engines.base import ScoreRequest
 from courtside.engines.loading import load_model, load_tokenizer
 from courtside.engines.local import LocalEngine
 from courtside.recipe.load import parse_recipe
-from courtside.run import restore
+from courtside.run_state import restore
 from courtside.training import checkpoints
 
 TEXTS = (

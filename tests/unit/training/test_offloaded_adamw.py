@@ -10,7 +10,7 @@ from support.small_runs import small_recipe
 from torch import Tensor, nn
 
 from courtside.assemble import assemble
-from courtside.run import restore
+from courtside.run_state import restore
 from courtside.training import checkpoints
 from courtside.training.kv_budget import MIN_TOKENS, kv_bytes_per_token, kv_cache_tokens
 from courtside.training.optimizer import OffloadedAdamW
