@@ -37,7 +37,7 @@ from courtside.engines.forward.state_probe import probe_state_passes
 from courtside.engines.forward.tree_scoring import probe_tree_scoring, score_trees
 from courtside.engines.generation.continuous_batching import ContinuousBatchingSession
 from courtside.engines.generation.cuda_graphs import CudaGraphs
-from courtside.engines.generation.decode_probe import probe_decoding
+from courtside.engines.generation.decode_probe import probe_decoding, probe_state_decoding
 from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.eager_probe import DecodePath, choose_decode_path
 from courtside.engines.generation.kv_cache import POSITION_STEP, KVCachePool
@@ -45,6 +45,7 @@ from courtside.engines.generation.left_padded import LeftPaddedBatch
 from courtside.engines.generation.recurrent_session import RecurrentBatch, RecurrentSession
 from courtside.engines.generation.sampler import SampleBuffer
 from courtside.engines.generation.session import CachedSession, decode
+from courtside.engines.generation.state_batching import StateBatchingSession
 from courtside.engines.generation.uncached import DecodeBatch, SeparateRows, UncachedRows
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.loading import expose_base_model, find_context_length, find_eos_ids
@@ -135,7 +136,9 @@ class LocalEngine:
                 notes.append(f"{self.name}: samples one row at a time ({reason})")
             elif path == "uncached":
                 notes.append(f"{self.name}: samples without a cache ({reason})")
-        if self.device.type == "cuda" and (reason := self.stateless_reason) is not None:
+        if self.device.type == "cuda" and not self.uses_continuous_batching:
+            static = self.static_states
+            reason = static if isinstance(static, str) else self.stateless_reason
             notes.append(f"{self.name}: decodes eagerly, without CUDA graphs ({reason})")
         return notes
 
@@ -157,7 +160,8 @@ class LocalEngine:
         order = sorted(range(len(requests)), key=lambda i: (-lengths[i], requests[i].prompt_ids, i))
         ordered = [requests[i] for i in order]
         if self.uses_continuous_batching:
-            num_rows = min(len(ordered), max(1, self.max_batch_tokens // max(lengths)))
+            row_tokens = max(lengths) + self.row_state_tokens
+            num_rows = min(len(ordered), max(1, self.max_batch_tokens // row_tokens))
             session = self._continuous_batching(num_rows, max(lengths))
             samples = session.sample_all(ordered, sampling)
         else:
@@ -210,12 +214,12 @@ class LocalEngine:
 
     def session(self, num_rows: int, *, row_capacity: int | None = None) -> Session:
         """Multi-turn conversations, one per row."""
+        if self.uses_continuous_batching:
+            return self._continuous_batching(num_rows, row_capacity or POSITION_STEP)
         if self.state_passes is not None:
             return self._recurrent_session(num_rows, self.state_passes)
         if self.stateless_reason is not None:
             return StatelessSession(self.sample, num_rows=num_rows, note=self.stateless_reason)
-        if self.uses_continuous_batching:
-            return self._continuous_batching(num_rows, row_capacity or POSITION_STEP)
         return CachedSession(
             self.model,
             self.head,
@@ -271,7 +275,10 @@ class LocalEngine:
             return probe_state_passes(self.model)
 
     def _continuous_batching(self, num_rows: int, row_capacity: int) -> ContinuousBatchingSession:
-        return ContinuousBatchingSession(
+        make: Any = ContinuousBatchingSession
+        if isinstance(self.static_states, StatePasses):
+            make = partial(StateBatchingSession, passes=self.static_states)
+        session: ContinuousBatchingSession = make(
             self.model,
             self.head,
             pool=self._kv_pool,
@@ -283,11 +290,27 @@ class LocalEngine:
             autocast_context=self._make_autocast(cache_enabled=False),
             routers=self.recorded_routers,
         )
+        return session
 
     @cached_property
     def uses_continuous_batching(self) -> bool:
-        """Whether decoding replays CUDA graphs: on a GPU, with a standard KV cache."""
-        return self.device.type == "cuda" and self.stateless_reason is None
+        """Whether decoding replays CUDA graphs: on a GPU, with a standard KV cache or states of
+        fixed shapes."""
+        if self.device.type != "cuda":
+            return False
+        if self.state_passes is not None:
+            return isinstance(self.static_states, StatePasses)
+        return self.stateless_reason is None
+
+    @cached_property
+    def static_states(self) -> StatePasses | str | None:
+        """How a recurrent or hybrid model decodes from states at fixed addresses, or why it cannot;
+        None: it has no states."""
+        if self.state_passes is None:
+            return None
+        with self._make_autocast(cache_enabled=False)():
+            graphs = CudaGraphs() if self.device.type == "cuda" else None
+            return probe_state_decoding(self.state_passes, self.autocast, graphs)
 
     @cached_property
     def _kv_pool(self) -> KVCachePool:
@@ -295,6 +318,7 @@ class LocalEngine:
             self.model,
             self.autocast,
             graphs=CudaGraphs() if self.device.type == "cuda" else None,
+            passes=self.static_states if isinstance(self.static_states, StatePasses) else None,
             release_weights=self._decode_weights.release,
         )
 

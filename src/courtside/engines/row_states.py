@@ -31,12 +31,17 @@ class RowState:
     """By slot of the cache, without the batch dimension. Keys and values: [heads, positions, D]."""
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """Where a cache holds one tensor of a batch."""
 
     container: Any
     key: Any
     kind: SlotKind
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor: Tensor = self.container[self.key]
+        return tensor
 
 
 class StateLayout:
@@ -44,10 +49,10 @@ class StateLayout:
 
     def __init__(self, cache: Any):
         """Raises `ModelError` where the cache holds tensors that are no known state."""
-        self._template = _copy_structure(cache)
-        slots = list(_find_slots(self._template))
+        self.template = _copy_structure(cache)
+        slots = list(find_slots(self.template))
         expected = {id(slot.container[slot.key]) for slot in slots}
-        for name, tensor in _find_tensors(self._template):
+        for name, tensor in _find_tensors(self.template):
             if id(tensor) not in expected:
                 raise ModelError(f"its {type(cache).__name__} holds {name}, an unknown state")
         self.kinds: tuple[SlotKind, ...] = tuple(slot.kind for slot in slots)
@@ -60,19 +65,17 @@ class StateLayout:
 
     def copy_row(self, cache: Any, row: int, num_tokens: int) -> RowState:
         """The state of a row of a batch, which has this length."""
-        slots = list(_find_slots(cache))
+        slots = list(find_slots(cache))
         assert tuple(slot.kind for slot in slots) == self.kinds
-        tensors = (
-            _copy_row(slot.container[slot.key][row], slot.kind, num_tokens) for slot in slots
-        )
+        tensors = (_copy_row(slot.tensor[row], slot.kind, num_tokens) for slot in slots)
         return RowState(num_tokens=num_tokens, tensors=tuple(tensors))
 
     def join(self, rows: Sequence[RowState], *, padding: float = 0.0) -> Any:
         """A cache of these rows. `padding` fills the positions before shorter rows, which the mask
         must hide."""
-        cache = _copy_structure(self._template)
+        cache = _copy_structure(self.template)
         columns = zip(*(row.tensors for row in rows), strict=True)
-        for slot, column in zip(_find_slots(cache), columns, strict=True):
+        for slot, column in zip(find_slots(cache), columns, strict=True):
             if slot.kind == "kv":
                 slot.container[slot.key] = _stack_at_end(column, padding)
             else:
@@ -84,7 +87,7 @@ class StateLayout:
         """Keep these rows of the batch, which have these lengths. The cache is then as long as the
         longest of them."""
         longest = max(num_tokens)
-        for slot in _find_slots(cache):
+        for slot in find_slots(cache):
             tensor = slot.container[slot.key].index_select(0, rows_B)
             if slot.kind == "kv":
                 tensor = tensor[:, :, max(tensor.shape[2] - longest, 0) :]
@@ -111,7 +114,7 @@ class StateLayout:
 
 def has_recurrent_states(cache: Any) -> bool:
     """Whether padding would corrupt what a cache holds: states without positions."""
-    return any(slot.kind != "kv" for slot in _find_slots(cache))
+    return any(slot.kind != "kv" for slot in find_slots(cache))
 
 
 def without_states(row: RowState, layout: StateLayout, kind: SlotKind) -> RowState:
@@ -168,7 +171,7 @@ def _copy_structure(cache: Any) -> Any:
     return copied
 
 
-def _find_slots(cache: Any) -> Iterator[_Slot]:
+def find_slots(cache: Any) -> Iterator[Slot]:
     if isinstance(cache, list):  # RWKV
         yield from _slots_of(cache, range(len(cache)), "recurrent")
         return
@@ -183,11 +186,11 @@ def _find_slots(cache: Any) -> Iterator[_Slot]:
         yield from _slots_of(states, range(len(states)), "recurrent")
 
 
-def _slots_of(container: Any, keys: Any, kind: SlotKind) -> Iterator[_Slot]:
+def _slots_of(container: Any, keys: Any, kind: SlotKind) -> Iterator[Slot]:
     for key in list(container) if keys is None else keys:
         value = container.get(key) if isinstance(container, dict) else container[key]
         if isinstance(value, Tensor):
-            yield _Slot(container, key, kind)
+            yield Slot(container, key, kind)
 
 
 def _find_tensors(cache: Any) -> Iterator[tuple[str, Tensor]]:

@@ -117,17 +117,17 @@ def test_an_interrupted_batch_leaves_no_row_active(monkeypatch: pytest.MonkeyPat
     run = DecodeStep.run
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
 
-        def interrupted(self: DecodeStep) -> list[bool]:
-            run(self)
+        def interrupted(self: DecodeStep, num_steps: int) -> list[bool]:
+            run(self, num_steps)
             raise KeyboardInterrupt
 
         patched.setattr(DecodeStep, "run", interrupted)
         engine.sample(REQUESTS, sampling)
     active: list[int] = []
 
-    def watched(self: DecodeStep) -> list[bool]:
+    def watched(self: DecodeStep, num_steps: int) -> list[bool]:
         active.append(int(self.active_B.sum()))
-        return run(self)
+        return run(self, num_steps)
 
     monkeypatch.setattr(DecodeStep, "run", watched)
     assert_equal_samples(

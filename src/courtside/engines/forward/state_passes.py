@@ -37,6 +37,11 @@ class StatePasses:
     batching: Batching = "any lengths"
     patches: tuple[Patch, ...] = ()
     """For passes over single tokens."""
+    advances_in_place: bool = False
+    """Whether passes over single tokens write to recurrent states themselves, and not by the
+    cache's `update_recurrent_state`."""
+    example: RowState | None = None
+    """Of some sequence: the shapes and dtypes of a row's states."""
     row_state_tokens: int = 0
     """Tokens whose keys and values take the memory of a row's other states."""
 

@@ -82,6 +82,7 @@ def _find_passes(model: Any) -> StatePasses | None:
     return StatePasses(
         model=model,
         layout=layout,
+        example=row,
         row_state_tokens=-(-layout.num_bytes(row, kv=False) // bytes_per_token),
         cache_argument=names[0],
         takes_positions="position_ids" in parameters,

@@ -25,6 +25,7 @@ from courtside.engines.forward.batching import (
 from courtside.engines.generation.decode_weights import DecodeWeights
 from courtside.engines.generation.kv_cache import (
     MAX_CACHED_GRAPHS,
+    STEPS_PER_SYNC,
     DecodeStep,
     KVCachePool,
     PrefillStep,
@@ -91,6 +92,9 @@ class ContinuousBatchingSession:
         assigned = {i: i for i in range(min(self.num_rows, len(requests)))}
         return self._serve(assigned, requests, sampling)
 
+    def steps_per_sync(self, sampling: Sampling) -> int:
+        return STEPS_PER_SYNC
+
     def restart(self, row: int) -> None:
         self.length[row] = 0
         self._first_prompts.pop(row, None)  # an idle row overwrites it, so nothing may share it
@@ -121,7 +125,7 @@ class ContinuousBatchingSession:
             self._start(step, assigned, requests)
             running, free = dict(assigned), list[int]()
             while running:
-                is_active = step.run()
+                is_active = step.run(self.steps_per_sync(sampling))
                 if sampling.stop:
                     outputs = step.outputs(list(running))
                     stopped = [
@@ -252,11 +256,16 @@ class ContinuousBatchingSession:
     def _update_prefixes(self) -> None:
         """Of rows with the same first prompt, decode attention loads it from the first one's."""
         rows, lengths = list(range(self.cache.num_rows)), [0] * self.cache.num_rows
-        first_row: dict[tuple[int, ...], int] = {}
-        for row, (ids, _) in self._first_prompts.items():
-            rows[row], lengths[row] = first_row.setdefault(ids, row), len(ids)
+        first_row: dict[Any, int] = {}
+        for row, key, length in self._list_prefixes():
+            rows[row], lengths[row] = first_row.setdefault(key, row), length
         self.cache.prefix_row_B.copy_(torch.tensor(rows))
         self.cache.prefix_length_B.copy_(torch.tensor(lengths))
+
+    def _list_prefixes(self) -> Sequence[tuple[int, Any, int]]:
+        """Rows whose first tokens others may have cached, too: a key that such rows share, and how
+        many tokens."""
+        return [(row, ids, len(ids)) for row, (ids, _) in self._first_prompts.items()]
 
     def _grow(self, row_capacity: int) -> None:
         if row_capacity <= self.cache.row_capacity:

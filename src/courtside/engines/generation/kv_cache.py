@@ -19,9 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from courtside.engines.base import Sampling
+from courtside.engines.forward.state_passes import StatePasses
+from courtside.engines.generation.cache_layers import (
+    KVLayer,
+    StateLayer,
+    copy_rows_where,
+    make_static_cache,
+)
 from courtside.engines.generation.cuda_graphs import CudaGraphs, StepGraph
 from courtside.engines.generation.sampler import sample_from_hidden, stack_uniforms
 from courtside.engines.lm_head import LMHead
@@ -30,10 +37,11 @@ from courtside.engines.patches.attention import (
     RowLengths,
     cache_mask,
     cached_attention_patches,
+    decode_rows,
 )
-from courtside.engines.patches.fused_layers import append_kv
-from courtside.engines.patches.patch import apply_patches, patch_attention
+from courtside.engines.patches.patch import Patch, apply_patches, patch_attention
 from courtside.engines.routing import Routers, RowRouting
+from courtside.engines.row_states import SlotKind, find_slots
 
 ROW_STEP = 8
 POSITION_STEP = 128
@@ -47,50 +55,6 @@ ROUTING_BUFFER = -1
 """Index of the buffer for experts among those of the layers."""
 STEPS_PER_SYNC = 4
 """Decode steps between checks for finished rows: a check waits for the GPU."""
-
-
-class _Layer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values [rows, KV heads, capacity, D] of one layer."""
-
-    is_initialized: bool
-
-    def __init__(self, cache: KVCache, index: int):
-        super().__init__()
-        # Weak: a cycle would leave buffers and graphs to the garbage collector.
-        self.cache, self.index = weakref.proxy(cache), index
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        cache = self.cache
-        self._allocate(key_states, value_states)
-        if cache.prefill_target is None:
-            append_kv(self.keys, self.values, key_states, value_states, cache.length_B)
-            return self.keys, self.values
-        row_B, position_BN, width = cache.prefill_target
-        index_B1 = (cache.row_B if row_B is None else row_B)[:, None]
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            buffer[index_B1, :, position_BN] = states.to(self.dtype).transpose(1, 2)
-        keys, values = self.keys[:, :, :width], self.values[:, :, :width]
-        return (keys, values) if row_B is None else (keys[row_B], values[row_B])
-
-    def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        if not self.is_initialized:
-            self.dtype, self.device = self.cache.dtype or keys.dtype, keys.device
-            self.keys = self.cache.allocate(2 * self.index, keys, self.dtype)
-            self.values = self.cache.allocate(2 * self.index + 1, values, self.dtype)
-            self.is_initialized = True
-
-    def copy_rows(self, source_B: Tensor, target_B: Tensor, num_positions: int) -> None:
-        if self.is_initialized:  # layers that share the cache of another have none of their own
-            for buffer in (self.keys, self.values):
-                buffer[target_B, :, :num_positions] = buffer[source_B, :, :num_positions]
-
-    def load(self, keys: Tensor, values: Tensor) -> None:
-        """Copy rows from a smaller KV cache."""
-        self._allocate(keys, values)
-        for buffer, states in ((self.keys, keys), (self.values, values)):
-            buffer[: states.shape[0], :, : states.shape[2]] = states
 
 
 class KVCache:
@@ -109,8 +73,12 @@ class KVCache:
         self.prefill_target: tuple[Tensor | None, Tensor, int] | None = None
         """During prefill: rows (None: all), positions of their tokens, attention width."""
         self.prefill_patches = cached_attention_patches(pool.model)
-        num_layers = pool.model.config.get_text_config().num_hidden_layers
-        self.hf_cache = Cache(layers=[_Layer(self, i) for i in range(num_layers)])
+        self.passes = pool.passes
+        if pool.passes is None:
+            num_layers = pool.model.config.get_text_config().num_hidden_layers
+            self.hf_cache = Cache(layers=[KVLayer(self, i) for i in range(num_layers)])
+        else:
+            self.hf_cache = make_static_cache(self, pool.passes)
         self.routing: RowRouting | None = None
         """Experts of what is cached, from the first call on that asks for them."""
         self.decode_steps: OrderedDict[Any, DecodeStep] = OrderedDict()
@@ -151,9 +119,15 @@ class KVCache:
             self.routing = RowRouting(routers, buffer.view(shape))
 
     def allocate(self, index: int, states: Tensor, dtype: torch.dtype) -> Tensor:
-        shape = (self.num_rows, states.shape[1], self.row_capacity, states.shape[3])
-        buffer: Tensor = self._pool.buffer(self, index, prod(shape), dtype)
-        return buffer.view(shape)
+        """For keys or values such as `states`."""
+        _, num_heads, _, size = states.shape
+        return self.allocate_shape(index, (num_heads, self.row_capacity, size), dtype)
+
+    def allocate_shape(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """For each row a tensor of that shape."""
+        rows = (self.num_rows, *shape)
+        buffer: Tensor = self._pool.buffer(self, index, prod(rows), dtype)
+        return buffer.view(rows)
 
 
 class KVCachePool:
@@ -165,11 +139,13 @@ class KVCachePool:
         dtype: torch.dtype | None,
         *,
         graphs: CudaGraphs | None,
+        passes: StatePasses | None = None,
         release_weights: Callable[[], None] = lambda: None,
         max_idle_bytes: int = MAX_IDLE_CACHE_BYTES,
     ):
-        """`release_weights`: called when idle buffers are freed, as only sampling uses both."""
-        self.model, self.dtype, self.graphs = model, dtype, graphs
+        """`passes`: of a model with recurrent states. `release_weights`: called when idle buffers
+        are freed, as only sampling uses both."""
+        self.model, self.dtype, self.graphs, self.passes = model, dtype, graphs, passes
         self.release_weights, self.max_idle_bytes = release_weights, max_idle_bytes
         self._buffers: dict[int, Tensor] = {}
         self._caches: OrderedDict[tuple[int, int], KVCache] = OrderedDict()
@@ -178,7 +154,8 @@ class KVCachePool:
     def claim(self, session: object) -> KVCachePool:
         """The pool that the session is to use: this one, or a new one while this one is in use."""
         if self._session() is not None:
-            return KVCachePool(self.model, self.dtype, graphs=self.graphs).claim(session)
+            pool = KVCachePool(self.model, self.dtype, graphs=self.graphs, passes=self.passes)
+            return pool.claim(session)
         self._session = weakref.ref(session)
         weakref.finalize(session, self._free_if_large).atexit = False
         return self
@@ -224,22 +201,65 @@ def round_up(number: int, step: int) -> int:
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def forward_new_tokens(
-    model: Any, hf_cache: Cache, ids_B1: Tensor, position_B1: Tensor, rows: RowLengths, mask: Tensor
-) -> Tensor:
-    """Last hidden states [B, D] of one new token of each row. `mask`: of four dimensions, which
-    keeps models from making one; decode attention masks by length."""
-    with apply_patches([patch_attention(model, DECODE_ATTENTION)]):
-        out = model.base_model(
-            input_ids=ids_B1,
-            attention_mask=mask,
-            position_ids=position_B1,
-            past_key_values=hf_cache,
-            use_cache=True,
-            row_lengths=rows,
+class RowDecoder:
+    """The forward pass of a decode step: one new token of every row.
+
+    It has not the KV cache itself, which holds its steps: a cycle would outlive both until the
+    garbage collector runs.
+    """
+
+    def __init__(self, model: Any, cache: KVCache):
+        self.model, self.passes = model, cache.passes
+        self.hf_cache, self.length_B = cache.hf_cache, cache.length_B
+        self.routing, self.row_B = cache.routing, cache.row_B
+        self.prefix_row_B, self.prefix_length_B = cache.prefix_row_B, cache.prefix_length_B
+        # Of four dimensions, which keeps models from making one: decode attention masks by length.
+        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=cache.length_B.device)
+        self._state_layers = [x for x in cache.hf_cache.layers if isinstance(x, StateLayer)]
+
+    def forward(self, ids_B1: Tensor, active_B: Tensor) -> Tensor:
+        """Last hidden states [B, D]. The states of rows that are not active stay as they are; what
+        these rows append to the KV cache is not in their length."""
+        position_B1 = self.length_B[:, None]
+        arguments: dict[str, Any] = {"attention_mask": self._mask, "position_ids": position_B1}
+        cache_argument, patches = "past_key_values", list[Patch]()
+        if self.passes is not None:
+            cache_argument = self.passes.cache_argument
+            patches += self.passes.patches
+            if not self.passes.takes_positions:
+                del arguments["position_ids"]
+        if self.passes is None or self.passes.layout.has_kv:
+            patches.append(patch_attention(self.model, DECODE_ATTENTION))
+        else:
+            del arguments["attention_mask"]
+        rows = RowLengths(
+            length_B=self.length_B + 1,
+            prefix_row_B=self.prefix_row_B,
+            prefix_length_B=self.prefix_length_B,
         )
-    hidden_BD: Tensor = out.last_hidden_state[:, -1]
-    return hidden_BD
+        in_place = self.passes is not None and self.passes.advances_in_place
+        advanced = [*self.states("conv"), *(self.states("recurrent") if in_place else ())]
+        earlier = [state.clone() for state in advanced]
+        for layer in self._state_layers:
+            layer.active_B = active_B
+        with (
+            record_rows(self.routing, self.row_B, position_B1),
+            apply_patches(patches),
+            decode_rows(rows),
+        ):
+            out = self.model.base_model(
+                input_ids=ids_B1, use_cache=True, **arguments, **{cache_argument: self.hf_cache}
+            )
+        for state, before in zip(advanced, earlier, strict=True):
+            copy_rows_where(~active_B, before, state)
+        hidden_BD: Tensor = out.last_hidden_state[:, -1]
+        return hidden_BD
+
+    def states(self, kind: SlotKind) -> list[Tensor]:
+        """Recurrent or convolution states of all rows, by layer."""
+        if not self._state_layers:
+            return []
+        return [slot.tensor for slot in find_slots(self.hf_cache) if slot.kind == kind]
 
 
 class DecodeStep:
@@ -254,14 +274,9 @@ class DecodeStep:
         eos: Sequence[int],
         graphs: CudaGraphs | None = None,
     ):
-        self.model, self.head, self.sampling = model, head, sampling
-        # Not the KV cache itself, which holds its steps: a cycle would outlive both until the
-        # garbage collector runs.
-        self.hf_cache, self.length_B = cache.hf_cache, cache.length_B
-        self.routing, self.row_B = cache.routing, cache.row_B
-        self.prefixes = {
-            "prefix_row_B": cache.prefix_row_B, "prefix_length_B": cache.prefix_length_B,
-        }  # fmt: skip
+        self.head, self.sampling = head, sampling
+        self.decoder = RowDecoder(model, cache)
+        self.length_B = cache.length_B
         self.device = cache.length_B.device
         B, N = cache.num_rows, sampling.max_new_tokens
         self.ids_B1 = self._zeros(B, 1)
@@ -273,9 +288,9 @@ class DecodeStep:
         self.sampled_BN = self._zeros(B, N + 1)
         self.logp_BN = self._zeros(B, N + 1, dtype=torch.float32)
         self.eos_E = torch.tensor(sorted(eos), device=self.device)
-        self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self._state = [
             self.ids_B1, self.length_B, self.count_B, self.active_B, self.sampled_BN, self.logp_BN,
+            *self.decoder.states("conv"), *self.decoder.states("recurrent"),
         ]  # fmt: skip
         """What a step advances."""
         self._graph = StepGraph(graphs)
@@ -303,9 +318,9 @@ class DecodeStep:
         elif rows:
             self.active_B[torch.tensor(rows, device=self.device)] = False
 
-    def run(self) -> list[bool]:
+    def run(self, num_steps: int = STEPS_PER_SYNC) -> list[bool]:
         """A few tokens for every active row; returns which rows are still active."""
-        for _ in range(STEPS_PER_SYNC):
+        for _ in range(num_steps):
             self._graph.run(self._step, self._state)
         is_active: list[bool] = self.active_B.tolist()
         return is_active
@@ -325,12 +340,7 @@ class DecodeStep:
         return (ids_B[:, None] == self.eos_E).any(-1)
 
     def _step(self) -> None:
-        rows = RowLengths(length_B=self.length_B + 1, **self.prefixes)
-        position_B1 = self.length_B[:, None]
-        with record_rows(self.routing, self.row_B, position_B1):
-            hidden_BD = forward_new_tokens(
-                self.model, self.hf_cache, self.ids_B1, position_B1, rows, self.mask
-            )
+        hidden_BD = self.decoder.forward(self.ids_B1, self.active_B)
         uniform_B = self.uniform_BN.gather(1, self.count_B[:, None])[:, 0]
         ids_B, logp_B = sample_from_hidden(self.head, hidden_BD, uniform_B, self.sampling)
         last = self.sampling.max_new_tokens

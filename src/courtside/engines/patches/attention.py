@@ -10,8 +10,9 @@ cached positions of each row; elsewhere, for tests, a mask hides the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,6 +208,20 @@ class RowLengths:
     load its keys and values from one place."""
 
 
+_DECODED_ROWS: ContextVar[RowLengths] = ContextVar("_DECODED_ROWS")
+
+
+@contextmanager
+def decode_rows(rows: RowLengths) -> Iterator[None]:
+    """For `decode_attention` in the forward pass inside: not every model would hand on an argument
+    of ours, and not every layer of a hybrid ignores it."""
+    token = _DECODED_ROWS.set(rows)
+    try:
+        yield
+    finally:
+        _DECODED_ROWS.reset(token)
+
+
 def decode_attention(
     module: Any,
     query: Tensor,
@@ -214,19 +229,16 @@ def decode_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    row_lengths: RowLengths | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """[B, heads, 1, D] and a KV cache [B, KV heads, L, D] to [B, 1, heads, D]."""
     del attention_mask
-    if row_lengths is None:
-        raise ModelError(f"{type(module).__name__} does not pass row_lengths to its attention")
     names = {name for name, value in settings.items() if value is not None}
     special = sorted(names - STANDARD_ARGUMENTS)
     if special:
         raise ModelError(f"{type(module).__name__} has an attention with {special[0]}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows = row_lengths
+    rows = _DECODED_ROWS.get()
     prefixes = (rows.prefix_row_B, rows.prefix_length_B)
     variant = AttentionVariant.of_call(module, settings, num_keys=key.shape[2])
     if query.is_cuda:
