@@ -7,8 +7,9 @@ record, message or file of ours.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import httpx
@@ -38,6 +39,10 @@ class Replies(NamedTuple):
     """In the order of the prompts; None: there is none."""
     errors: list[RunError]
     """Of those without a reply, the first first."""
+
+
+Ask = Callable[[Sequence[Message]], "Future[Reply | RunError]"]
+"""Begins a request; the result is the error where there is no reply after all retries."""
 
 
 class OpenAIClient:
@@ -80,29 +85,44 @@ class OpenAIClient:
     ) -> Replies:
         """With more failures than `max_failures` the other requests are given up. `count_done` is
         called after each request, in the calling thread."""
+        replies: list[Reply | None] = [None] * len(prompts)
+        errors: list[RunError] = []
         if not prompts:
             return Replies([], [])
+        with self.connect() as ask:
+            futures = {ask(prompt): i for i, prompt in enumerate(prompts)}
+            for future in as_completed(futures):
+                count_done()
+                reply = future.result()  # raises what is a bug of ours
+                if isinstance(reply, RunError):
+                    errors.append(reply)
+                else:
+                    replies[futures[future]] = reply
+                if len(errors) > max_failures:
+                    break
+        return Replies(replies, errors)
+
+    @contextmanager
+    def connect(self) -> Iterator[Ask]:
+        """Requests begin in threads, `max_concurrency` at a time; what is under way at the end is
+        given up."""
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        errors: list[RunError] = []
         self._stop.clear()
-        with (
-            httpx.Client(
-                timeout=self.endpoint.timeout, headers=headers, verify=self._verify
-            ) as client,
-            ThreadPoolExecutor(max_workers=self.endpoint.max_concurrency) as threads,
-        ):
-            futures = [threads.submit(self._ask, client, prompt) for prompt in prompts]
+        with httpx.Client(
+            timeout=self.endpoint.timeout, headers=headers, verify=self._verify
+        ) as client:
+            threads = ThreadPoolExecutor(max_workers=self.endpoint.max_concurrency)
             try:
-                for future in as_completed(futures):
-                    count_done()
-                    if isinstance(error := future.exception(), RunError):
-                        errors.append(error)
-                    if error is not None and len(errors) > max_failures:
-                        break
+                yield lambda prompt: threads.submit(self._try, client, prompt)
             finally:
                 self._stop.set()
-                threads.shutdown(wait=False, cancel_futures=True)
-        return Replies([_find_reply(future) for future in futures], errors)
+                threads.shutdown(wait=True, cancel_futures=True)
+
+    def _try(self, client: httpx.Client, prompt: Sequence[Message]) -> Reply | RunError:
+        try:
+            return self._ask(client, prompt)
+        except RunError as error:
+            return error
 
     def _ask(self, client: httpx.Client, prompt: Sequence[Message]) -> Reply:
         body = self._body(prompt)
@@ -190,12 +210,6 @@ class OpenAIClient:
         if self._key is not None:
             text = text.replace(self._key, "***")
         return truncate(to_one_line(text), 300) or "nothing"
-
-
-def _find_reply(future: Future[Reply]) -> Reply | None:
-    if future.cancelled() or isinstance(future.exception(), RunError):
-        return None
-    return future.result()  # raises what is a bug of ours
 
 
 def _retry_after(response: httpx.Response) -> float | None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from courtside.chat.messages import insert_context
 from courtside.errors import TaskError
-from courtside.recipe.teacher import Context
+from courtside.recipe.context import Context
 from courtside.types import Message, Task, Trajectory
 
 

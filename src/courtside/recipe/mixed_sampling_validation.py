@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import NoneType
 
+from courtside.recipe.context import FieldContext, SystemContext
 from courtside.recipe.recipe import Recipe
-from courtside.recipe.teacher import CustomTeacherConfig, FieldContext, SystemContext
+from courtside.recipe.teacher import CustomTeacherConfig
 
 
 def find_mixed_sampling_problems(recipe: Recipe) -> Iterator[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import NoneType
 
+from courtside.recipe.context import FieldContext, SystemContext
 from courtside.recipe.recipe import Recipe
 from courtside.recipe.takeover import TakeoverConfig
-from courtside.recipe.teacher import CustomTeacherConfig, FieldContext, SystemContext
+from courtside.recipe.teacher import CustomTeacherConfig
 
 
 def find_takeover_problems(recipe: Recipe) -> Iterator[str]:
