@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from courtside.chat.api_requests import make_request_fields
 from courtside.chat.model_client import Reply
 from courtside.errors import RunError
 from courtside.recipe.endpoint import EndpointConfig, read_api_key
@@ -148,7 +149,7 @@ class OpenAIClient:
         limit = {"max_tokens": self.max_new_tokens}
         return {
             "model": self.endpoint.model,
-            "messages": [{"role": m.role, "content": m.content} for m in prompt],
+            **make_request_fields(prompt),
             "temperature": self.temperature,
             **({} if "max_completion_tokens" in extra else limit),
             **extra,
@@ -176,7 +177,8 @@ class OpenAIClient:
     def _reply(self, response: httpx.Response) -> Reply:
         try:
             body = response.json()
-            text = body["choices"][0]["message"].get("content")
+            message = body["choices"][0]["message"]
+            text, calls = message.get("content"), message.get("tool_calls")
             reason = body["choices"][0].get("finish_reason")
             usage = body.get("usage") or {}
             num_tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
@@ -186,12 +188,13 @@ class OpenAIClient:
                 f"that is no chat completion: {self._excerpt(response)}. Give the address up to "
                 f"and with the version, like http://localhost:8000/v1. {GO_ON}"
             ) from None
-        input_tokens, output_tokens = (n if isinstance(n, int) else 0 for n in num_tokens)
+        input_tokens, output_tokens = (max(0, n) if isinstance(n, int) else 0 for n in num_tokens)
         # Nothing (a refusal, thoughts alone) is a reply too: whoever parses it counts it.
         return Reply(
             text=text if isinstance(text, str) else "",
             input_tokens=input_tokens,
             output_tokens=output_tokens,
+            tool_calls=calls if isinstance(calls, list) else (),
             is_truncated=reason == "length",
         )
 
