@@ -4,6 +4,7 @@ are counted drops, and the tokens that train are those that the student would ha
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.chat_server import ChatServer, completion
+from support.foreign_environments import copy_examples, forget_examples
 from support.gradients import accumulate, assert_equal_gradients, make_float64, take_gradients
 from support.small_runs import small_recipe, write_jsonl
 from support.textbook import naive_loss
@@ -24,6 +26,7 @@ from courtside.training.loss_terms import preference_pairs
 from courtside.types import Trajectory
 
 IMITATE = {"kind": "cross_entropy", "on": "teacher"}
+TEMPLATES = Path(__file__).parents[1] / "support" / "chat_templates"
 PREFER = {"kind": "preference", "beta": 0.4}
 CONTEXT = {"kind": "field", "field": "solution", "template": "The solution:\n{text}"}
 WORLD = """
@@ -248,6 +251,61 @@ def test_a_run_of_episodes(
     later = next(b for b in server.bodies if len(b["messages"]) > 1)
     assert [m["role"] for m in later["messages"][:3]] == ["user", "assistant", "user"]
     assert re.match(r"(right|wrong)\n\nDouble \d+", later["messages"][2]["content"])
+
+
+def buy(number: int, body: dict[str, Any]) -> Any:
+    """By the protocol's calls: the price first, then one of it."""
+    names = [tool["function"]["name"] for tool in body["tools"]]
+    assert names == ["buy", "get_price"] or names == ["get_price", "buy"]
+    item = re.findall(r"Buy one (\w+)", str(body["messages"]))[0]
+    asked_price = any("get_price" in str(m.get("tool_calls")) for m in body["messages"])
+    name = "buy" if asked_price else "get_price"
+    for message, result in zip(body["messages"], body["messages"][1:], strict=False):
+        if result["role"] == "tool":
+            assert result["tool_call_id"] == message["tool_calls"][0]["id"]
+    function = {"name": name, "arguments": f'{{"item": "{item}"}}'}
+    call = {"id": f"call_{number}", "type": "function", "function": function}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    choice = {"message": message, "finish_reason": "tool_calls"}
+    return completion("", choices=[choice])
+
+
+def test_tools_of_the_chat_template_are_those_of_the_protocol(
+    roomy_folder: Path, tmp_path: Path, server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class with tools whose schemas the student's template lists."""
+    student, template = tmp_path / "student", TEMPLATES / "qwen2.5.jinja"
+    shutil.copytree(roomy_folder, student)
+    shutil.copy(template, student / "chat_template.jinja")
+    copy_examples(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forget_examples()
+    rows = [
+        {"prompt": f"Buy one {item}. ({n})", "item": item, "budget": 9}
+        for n in range(20)
+        for item in ("apple", "bread", "dates")
+    ]
+    write_jsonl(tmp_path / "shop.jsonl", rows)
+    server.answer = buy
+    recipe = answers(
+        student,
+        server,
+        tasks={"kind": "environment", "path": "trl_store:Store", "rows": "shop.jsonl"},
+        rollout={"samples_per_prompt": 1, "max_new_tokens": 90, "limits": {"turns": 4}},
+        takeover=RANDOM | {"at": 0, "pair": True},
+        losses=[IMITATE, PREFER],
+        train={"steps": 1, "prompts_per_step": 3},
+    )
+    run = train(recipe, tmp_path / "run")
+    row = run.metrics()[0]
+    assert row["takeover/trained"] == row["takeover/drafts"] == 3
+    assert row["takeover/requests"] == len(server.bodies) == 6
+    for t in takeovers_of(run.trajectories(0)):
+        assert t.stop == "done" and t.grade and t.grade.passed
+        replies = [turn.text for turn in t.turns if turn.role == "assistant"]
+        assert [reply.partition('"name": ')[2][:6] for reply in replies] == ['"get_p', '"buy",']
+        assert all(reply.startswith("<tool_call>\n") for reply in replies)
 
 
 def test_the_student_learns(tmp_path: Path, tiny_folder: Path, server: ChatServer) -> None:
