@@ -206,7 +206,7 @@ def test_what_text_cannot_do_is_refused(changes: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     "field",
     [{"context": SELF["context"]}, {"max_new_tokens": 9}, {"temperature": 0.5},
-     {"can_continue": True}, {"max_failure_fraction": 1.0}],
+     {"can_continue": True}, {"keep_thoughts": True}, {"max_failure_fraction": 1.0}],
 )  # fmt: skip
 def test_fields_of_the_endpoint_need_it(field: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=f"{next(iter(field))} belongs to takeover.endpoint"):

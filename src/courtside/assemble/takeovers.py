@@ -94,7 +94,12 @@ def _make_text_takeover(
         temperature=rollout.temperature if config.temperature is None else config.temperature,
         shorten="shorten the tasks, or lower takeover.max_new_tokens",
     )
-    teacher = TextTeacher(client=client, context=config.context, template=template)
+    teacher = TextTeacher(
+        client=client,
+        context=config.context,
+        template=template,
+        keep_thoughts=config.keep_thoughts,
+    )
     play: Callable[[Dialog], Play[Continuation]]
     if episodes is None:
         play = TextAnswers(
@@ -142,7 +147,8 @@ def check_texts(
         if config.context is not None:
             task_context(config.context, task, where="takeover.context")
     # A template that renders the prompt of an answered task differently raises here.
-    template.completion_ids(batch[0].messages, "It is.")
+    thoughts = "I look." if config.keep_thoughts else ""
+    template.completion_ids(batch[0].messages, "It is.", thoughts)
 
 
 def check_graders(recipe: Recipe, takeover: TakeoverConfig, tasks: TaskSource) -> None:

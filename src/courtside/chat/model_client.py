@@ -15,6 +15,8 @@ class Reply:
     input_tokens: int = 0
     """0 where the server does not say."""
     output_tokens: int = 0
+    thoughts: str = ""
+    """Those that the server gives apart from the text."""
     tool_calls: Sequence[Any] = ()
     """As the server sent them, not checked."""
     is_truncated: bool = False

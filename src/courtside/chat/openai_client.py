@@ -179,6 +179,7 @@ class OpenAIClient:
             body = response.json()
             message = body["choices"][0]["message"]
             text, calls = message.get("content"), message.get("tool_calls")
+            thoughts = message.get("reasoning_content") or message.get("reasoning")
             reason = body["choices"][0].get("finish_reason")
             usage = body.get("usage") or {}
             num_tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
@@ -194,6 +195,7 @@ class OpenAIClient:
             text=text if isinstance(text, str) else "",
             input_tokens=input_tokens,
             output_tokens=output_tokens,
+            thoughts=thoughts if isinstance(thoughts, str) else "",
             tool_calls=calls if isinstance(calls, list) else (),
             is_truncated=reason == "length",
         )

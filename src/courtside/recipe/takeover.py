@@ -40,6 +40,9 @@ class TakeoverConfig(Section):
     there is dropped and counted. Unset: `rollout.max_new_tokens`."""
     temperature: NonNegativeFloat | None = None
     """Of the endpoint's model. Unset: `rollout.temperature`."""
+    keep_thoughts: bool = False
+    """Imitate the thoughts of the endpoint's model, too (`reasoning_content`, or what is before
+    `</think>`), as the student's chat template renders thoughts. false: they are cut off."""
     can_continue: bool = False
     """Whether the endpoint goes on with a last message of the assistant, by vLLM's
     `continue_final_message` and `echo`. Forks inside a single answer need it."""
@@ -57,5 +60,6 @@ class TakeoverConfig(Section):
 
 
 ENDPOINT_FIELDS = (
-    "context", "max_new_tokens", "temperature", "can_continue", "max_failure_fraction",
+    "context", "max_new_tokens", "temperature", "keep_thoughts", "can_continue",
+    "max_failure_fraction",
 )  # fmt: skip

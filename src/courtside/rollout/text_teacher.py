@@ -31,6 +31,7 @@ class TextTeacher:
     context: SystemContext | FieldContext | None
     template: IncrementalTemplate
     """The student's."""
+    keep_thoughts: bool = False
 
     @property
     def name(self) -> str:
@@ -65,14 +66,19 @@ class TextTeacher:
                 details="the server does not go on with an answer, as takeover.can_continue says; "
                 + quote_reply(reply),
             )
-        text = reply.text.removeprefix(prefix) if prefix else cut_thoughts(reply.text)
+        thoughts, text = ("", reply.text.removeprefix(prefix)) if prefix else find_thoughts(reply)
         if not (text.strip() or reply.tool_calls):
             return Failure(kind="empty", details=quote_reply(reply))
         # Later turns begin as after any question: ids of the conversation before are not touched.
         prompt = (PROBE_PROMPT,) if turns else task.messages
         if prefix:
             prompt = (*task.messages, Message(role="assistant", content=prefix))
-        tree = {"role": "assistant", "content": text, "tool_calls": list(reply.tool_calls) or None}
+        tree = {
+            "role": "assistant",
+            "content": text,
+            "tool_calls": list(reply.tool_calls) or None,
+            "reasoning_content": thoughts if self.keep_thoughts else None,
+        }
         try:
             return render_text_answer(self.template, prompt, parse_message(tree, "the reply"))
         except (TaskError, ModelError) as error:
@@ -87,11 +93,14 @@ class TextTeacher:
         return text if is_whole and bool(text) == bool(ids) else None
 
 
-def cut_thoughts(text: str) -> str:
-    """What follows the thoughts; nothing, where they do not end."""
-    for _, closing in THOUGHT_TAGS:
-        text = text.rpartition(closing)[2].strip()
-    return "" if begins_with_thoughts(text) else text
+def find_thoughts(reply: Reply) -> tuple[str, str]:
+    """Thoughts, and the text that follows them; none follows where they do not end."""
+    for opening, closing in THOUGHT_TAGS:
+        thoughts, end, text = reply.text.rpartition(closing)
+        if end:
+            return thoughts.strip().removeprefix(opening).strip(), text.strip()
+    text = "" if begins_with_thoughts(reply.text) else reply.text.strip()
+    return reply.thoughts.strip(), text
 
 
 def show_reply(text: str, *, with_call: bool) -> Message:

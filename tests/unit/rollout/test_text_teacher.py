@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,7 +123,7 @@ def read(teacher: TextTeacher, reply: Any, task: Task | None = None, **more: Any
     return teacher.read_reply(reply, task or make_task(ASK), more.pop("turns", ()), **more)
 
 
-def call(arguments: Any, name: str = "weather") -> dict[str, Any]:
+def make_call(arguments: Any, name: str = "weather") -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"id": "abc", "type": "function", "function": function}
 
@@ -131,7 +132,7 @@ def call(arguments: Any, name: str = "weather") -> dict[str, Any]:
 def test_calls_of_the_protocol_become_what_the_template_renders(name: str) -> None:
     """As text the same call would be the same tokens."""
     teacher, task = make_teacher(name), make_task(ASK, with_tools=True)
-    calls = [call('{"city": "Rome"}')]
+    calls = [make_call('{"city": "Rome"}')]
     sample = read(teacher, Reply(text="", tool_calls=calls), task)
     assert isinstance(sample, Sample) and sample.token_ids[-1] == 1
     assert sample.text.endswith(CALL) and sample.text == teacher.template.renderer.text(
@@ -140,7 +141,7 @@ def test_calls_of_the_protocol_become_what_the_template_renders(name: str) -> No
 
 
 def test_a_template_without_calls_gets_their_text() -> None:
-    sample = read(make_teacher(), Reply(text="I look.", tool_calls=[call({"city": "Rome"})]))
+    sample = read(make_teacher(), Reply(text="I look.", tool_calls=[make_call({"city": "Rome"})]))
     assert sample.text == f"I look.\n{CALL}" and sample.token_ids[-1] == 1
 
 
@@ -153,6 +154,28 @@ def test_a_text_is_what_the_student_would_have_sampled() -> None:
         assert sample.token_ids == renderer.completion_ids(task.messages, "It is.")
     spelled = read(teacher, Reply(text="So <|im_end|> ends it"))
     assert spelled.token_ids.count(1) == 1, "special tokens in a text are plain text"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(text="It is.", thoughts=" 18 is warm.\n"),
+        Reply(text="<think>\n18 is warm.\n</think>\n\nIt is."),
+        Reply(text="18 is warm.</think>It is."),
+    ],
+)
+def test_thoughts_train_where_the_recipe_says_so(reply: Reply) -> None:
+    teacher = replace(make_teacher("qwen3"), keep_thoughts=True)
+    sample = read(teacher, reply)
+    assert sample.text == "<think>\n18 is warm.\n</think>\n\nIt is."
+    assert sample.token_ids == teacher.template.renderer.completion_ids(
+        (ASK,), "It is.", "18 is warm."
+    )
+    call = replace(reply, tool_calls=[make_call({"city": "Rome"})])
+    assert read(teacher, call).text.startswith("<think>\n18 is warm.\n</think>")
+    assert "18" not in read(make_teacher("qwen3"), reply).text
+    failure = read(replace(make_teacher(), keep_thoughts=True), reply)
+    assert failure.kind == "not_rendered" and "does not render thoughts" in failure.details
 
 
 @pytest.mark.parametrize(
