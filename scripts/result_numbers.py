@@ -95,7 +95,8 @@ def read_section(place: str) -> dict[str, Any]:
 def render_number(spec: str) -> str:
     """STUDY[/VARIANT]; ARM; MEASURE[; FORMAT], STUDY; FIRST minus OTHER; OUTCOME[; FORMAT], STUDY;
     sweep; ARM RATE COLUMN, or STUDY; cost. `both_sides` is the mean of the errors where a habit is
-    wrong and where it is right; `step N` the validation score after N steps."""
+    wrong and where it is right; `step N` the validation score after N steps; `cells/OUTCOME` is
+    that of `cost_cells`."""
     place, row, *more = (part.strip() for part in spec.split(";"))
     if row == "cost":
         return f"{count_minutes(read_results(place)):.0f} minutes"
@@ -121,6 +122,8 @@ def render_number(spec: str) -> str:
     if measure.startswith("step "):
         step = int(measure.removeprefix("step "))
         return format_value(curve_of(arm)[step], *(given_format or ["%"]))
+    if measure.startswith("cells/"):
+        return " | ".join(cost_cells(arm, measure.removeprefix("cells/")))
     if measure.startswith("uncut_"):
         return format_value(uncut_of(arm, measure.removeprefix("uncut_")), "mean %")
     return format_value(arm[measure], *(given_format or ["%"]))
@@ -303,6 +306,18 @@ def cost_rows(place: str, *measures: str) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def cost_cells(arm: Mapping[str, Any], outcome: str) -> list[str]:
+    """Of a table's row: what an arm ends at, tokens of student and teacher, PFLOP and seconds of
+    training."""
+    spent = {unit: value["mean"] for unit, value in arm["spent"].items()}
+    return [
+        format_value(arm[_key(outcome, "after")], "%"),
+        " / ".join(f"{spent[f'{who}_tokens'] / 1000:.0f}k" for who in ("student", "teacher")),
+        f"{spent['flops'] / 1e15:.2f}",
+        f"{spent['seconds']:.0f}",
+    ]
 
 
 def contrast_rows(study: str, style: str = "points", variant: str = "") -> list[list[str]]:

@@ -251,6 +251,8 @@ class Run:
             self.alarms.check_shifts(step)
         if any(stage.kind == "rewrite" for stage in self.recipe.drafts):
             self.alarms.check_repairs(step)
+        if self.recipe.takeover is not None:
+            self.alarms.check_takeovers(step)
         self._note_slowdown(row)
         if self.budget_end is not None:
             self.console.print_line(

@@ -394,6 +394,8 @@ class TakeoverOutcome:
     num_input_tokens: int = 0
     """What the teacher was given: its prompt, the student's tokens and the environment's."""
     num_sampled_tokens: int = 0
+    num_requests: int = 0
+    """To a server of texts; 0: the teacher is none."""
     stop: StopReason | None = None
     grade: Grade | None = None
     """Of the answer or episode that the teacher finished."""

@@ -38,7 +38,8 @@ def test_a_digit_that_was_changed_is_noticed() -> None:
 
 
 def test_costs_are_listed_with_what_an_arm_ends_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    spent = {"student_tokens": 600_400, "teacher_tokens": 0, "flops": 2.5e15, "steps": 18.4}
+    spent = {"student_tokens": 600_400, "teacher_tokens": 0, "flops": 2.5e15, "steps": 18.4,
+             "seconds": 31.4}  # fmt: skip
     arm = {
         "learning_rate": 1e-5,
         "before": {"mean": 0.25},
@@ -50,6 +51,7 @@ def test_costs_are_listed_with_what_an_arm_ends_at(monkeypatch: pytest.MonkeyPat
         "| start |  | 25.0% |  |  |  |  |",
         "| `a` | 1e-05 | 50.0% (40.0–60.0) | 600k | 0k | 2.50 | 18 |",
     ]
+    assert render_number("s; a; cells/score") == "50.0% (40.0–60.0) | 600k / 0k | 2.50 | 31"
     of_variant = {"variants": {"long": {"arms": {"a": arm}}}}
     monkeypatch.setattr(result_numbers, "read_results", lambda study: of_variant)
     assert render_table("costs; s/long").splitlines()[1:4] == [

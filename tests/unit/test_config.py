@@ -90,6 +90,7 @@ def problems(changes: dict[str, Any]) -> list[str]:
         (
             {"max_new_tokens": 9},
             "max_new_tokens: unknown key here; did you mean rollout.max_new_tokens or "
+            "takeover.max_new_tokens or "
             "evaluate.max_new_tokens?",
         ),
         (loss(entropy_aware={"threshold": 1, "advantage": "reward"}),

@@ -13,6 +13,7 @@ IMITATE = {"kind": "cross_entropy", "on": "teacher"}
 PREFER = {"kind": "preference"}
 TOOLBOX = {"kind": "toolbox"}
 READER = {"kind": "rules"}
+MIXED: dict[str, Any] = {"mixed_sampling": {"top_k": 20}}
 
 
 def tree(**changes: Any) -> dict[str, Any]:
@@ -124,9 +125,95 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> N
     assert message in str(caught.value)
 
 
-# ── rollout.mixed_sampling ───────────────────────────────────────────────────────────────────────
+# ── takeover.endpoint ────────────────────────────────────────────────────────────────────────────
 
-MIXED: dict[str, Any] = {"mixed_sampling": {"top_k": 20}}
+SERVER = {"base_url": "http://localhost:8000/v1", "model": "big"}
+
+
+def text_tree(takeover: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Of a recipe without another teacher."""
+    sections: dict[str, Any] = {"teacher": None, "tasks": TOOLBOX}
+    return tree(takeover={"endpoint": SERVER} | (takeover or {}), **(sections | changes))
+
+
+SELF = {"kind": "self", "context": {"kind": "system", "text": "Be brief."}}
+ANSWERS = {"tasks": {"kind": "arithmetic"}}
+SCORE = {"kind": "divergence", "on": "teacher"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"takeover": {"at": "first_error", "select": "errors", "pair": True}, "losses": [PREFER]},
+        {"takeover": {"at": "reader"}, "reader": READER},
+        {"takeover": {"context": {"kind": "field", "field": "tools"}, "max_new_tokens": 4096,
+                      "temperature": 0.0, "max_failure_fraction": 1.0}},
+        {"takeover": {"at": 0}, **ANSWERS},
+        {"takeover": {"at": 0.5, "can_continue": True}, **ANSWERS},
+        {"takeover": {"can_continue": True}, **ANSWERS},
+        {"teacher": SELF, "losses": [SCORE]},
+        {"teacher": SELF, "losses": [IMITATE, {"kind": "divergence", "on": "student"}]},
+        {"teacher": {"kind": "custom", "path": "a:B"},
+         "losses": [IMITATE, {"kind": "policy_gradient", "on": "student"}]},
+        {"train": {"max_teacher_tokens": 1000}},
+        {"drafts": [{"kind": "choose"}], "losses": [IMITATE, PREFER]},
+    ],
+)  # fmt: skip
+def test_what_an_endpoint_can_do(changes: dict[str, Any]) -> None:
+    parse_recipe(text_tree(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (ANSWERS, "takeover.at = 'random' is a token inside an answer, and a chat server begins"),
+        (ANSWERS | {"takeover": {"at": 3}}, "Set at = 0, where it answers in the draft's place"),
+        ({"takeover": {"can_continue": True}}, "takeover.can_continue is of forks inside"),
+        ({"losses": [SCORE]}, "as takeover.endpoint gives text and no log-probs, or use kind ="),
+        (
+            {"losses": [IMITATE, {"kind": "divergence", "on": "student"}]},
+            "add a [teacher] section, as takeover.endpoint gives text and no log-probs",
+        ),
+        ({"rollout": {"stop": ["</s>"]}}, "takeover.endpoint: rollout.stop ends answers"),
+        (
+            {"teacher": {"kind": "self", "context": {"kind": "feedback"}}, "losses": [SCORE]},
+            "takeover.endpoint: teacher.context.kind = 'feedback' is about drafts",
+        ),
+        ({"teacher": SELF}, "teacher: no loss uses it"),
+        (
+            {"rollout": {"student_fraction": 0.5, "off_policy_source": "teacher"}},
+            "needs a [teacher] to sample from",
+        ),
+        (
+            ANSWERS | {"takeover": {"at": 0}, "rollout": MIXED},
+            "no [teacher] to replace tokens (an endpoint gives text, no distributions)",
+        ),
+        ({"takeover": {"context": {"kind": "feedback"}}}, "takeover.context"),
+        ({"takeover": {"endpoint": SERVER | {"base_url": "big"}}}, "takeover.endpoint.base_url"),
+        (
+            {"takeover": {"endpoint": SERVER | {"extra_body": {"temperature": 1}}}},
+            "temperature beside the endpoint",
+        ),
+    ],
+)
+def test_what_text_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text_tree(**changes))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"context": SELF["context"]}, {"max_new_tokens": 9}, {"temperature": 0.5},
+     {"can_continue": True}, {"keep_thoughts": True}, {"max_failure_fraction": 1.0}],
+)  # fmt: skip
+def test_fields_of_the_endpoint_need_it(field: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match=f"{next(iter(field))} belongs to takeover.endpoint"):
+        parse_recipe(tree(takeover=field))
+
+
+# ── rollout.mixed_sampling ───────────────────────────────────────────────────────────────────────
 
 
 def mixed_tree(rollout: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:

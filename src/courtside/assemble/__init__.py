@@ -131,7 +131,7 @@ def assemble(
     if recipe.takeover is not None:
         teacher.take_over = make_takeover(
             recipe, recipe.takeover, teacher=teacher.teacher, episodes=episodes,
-            template=template, engine=engine, progress=progress,
+            template=incremental, engine=engine, progress=progress,
         )  # fmt: skip
     if inputs.rewards:
         rollout = RewardedRollout(rollout=rollout, rewards=inputs.rewards)

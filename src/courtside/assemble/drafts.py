@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar, cast
 
 from courtside.chat.incremental import IncrementalTemplate
+from courtside.chat.reply_failures import FailureMonitor
 from courtside.chat.template import ChatTemplate
 from courtside.drafts.base import DraftStage, DraftStages, keep_drafts
 from courtside.drafts.choose import Chooser, JudgeRanking, Rank, TeacherRanking, rank_by_reward
@@ -89,8 +90,9 @@ class DraftFactory:
         return Interview(
             client=self._make_client(config, config.kind, index),
             parse=parse,
-            name=f"drafts[{index}] ({config.kind})",
-            max_fraction=config.max_failure_fraction,
+            monitor=FailureMonitor(
+                name=f"drafts[{index}] ({config.kind})", max_fraction=config.max_failure_fraction
+            ),
         )
 
     def _make_client(self, config: ModelQuestion, kind: str, index: int) -> Client:

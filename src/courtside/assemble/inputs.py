@@ -11,7 +11,7 @@ from courtside.assemble.chat_templates import check_teacher_args, make_student_t
 from courtside.assemble.contexts import check_contexts, make_prompt_limit
 from courtside.assemble.drafts import check_drafts
 from courtside.assemble.hint_checks import check_penalties, check_readers
-from courtside.assemble.takeovers import check_graders
+from courtside.assemble.takeovers import check_takeover
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.template import ChatTemplate
 from courtside.engines.loading import ModelSettings, load_settings, load_tokenizer
@@ -79,7 +79,7 @@ def load_inputs(recipe: Recipe, *, trains: bool = False) -> Inputs:
     check_penalties(recipe, tasks)
     check_drafts(recipe, tasks, template)
     check_demonstrations(recipe, environment, tasks)
-    check_graders(recipe, tasks)
+    check_takeover(recipe, tasks, template)
     return Inputs(
         tokenizer=tokenizer,
         settings=settings,

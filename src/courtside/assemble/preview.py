@@ -25,6 +25,7 @@ from courtside.reader.human import hinted_task_ids
 from courtside.reader.loading import make_reader
 from courtside.recipe import Recipe
 from courtside.recipe.reader import CombinedReaderConfig, HumanReaderConfig, RuleReaderConfig
+from courtside.recipe.takeover import TakeoverConfig
 from courtside.recipe.teacher import SelfTeacherConfig
 from courtside.tasks.base import FiniteSource
 from courtside.types import Hint, Observation, Sample, Task, Trajectory
@@ -72,6 +73,8 @@ def make_preview(recipe: Recipe) -> Preview:
     task = _first_task(recipe, inputs)
     sequences = [*_preview_prompt(recipe, inputs, task)]
     sequences += _preview_teachers(recipe, inputs, task)
+    if recipe.takeover is not None and recipe.takeover.endpoint is not None:
+        sequences.append(_preview_endpoint(recipe.takeover, inputs, task))
     if recipe.reader is not None:
         hinted = _preview_hint(recipe, inputs, task)
         sequences += [hinted] if isinstance(hinted, PreviewSequence) else []
@@ -127,6 +130,21 @@ def _preview_prompt(recipe: Recipe, inputs: Inputs, task: Task) -> Iterator[Prev
         if recipe.tasks.is_environment:
             about = f"{where}; turns of up to {new} tokens are sampled after it"
         yield _sequence("student: prompt", about, template, prompt)
+
+
+def _preview_endpoint(config: TakeoverConfig, inputs: Inputs, task: Task) -> PreviewSequence:
+    """What a server is told that takes over, in the student's tokens: its own are not known."""
+    assert config.endpoint is not None
+    template, messages = inputs.template, task.messages
+    if config.context is not None and (text := task_context(config.context, task)) is not None:
+        messages = insert_context_text(config.context, task, text)
+    ids, plain = template.prompt_ids(messages), template.prompt_ids(task.messages)
+    about = (
+        f"sent to {config.endpoint.base_url} as messages, here as the student's template renders "
+        "them; what the student does not see is marked"
+    )
+    title = f"take-over by {config.endpoint.model}: prompt"
+    return _sequence(title, about, template, ids, added=_added(template, plain, ids))
 
 
 def _preview_teachers(recipe: Recipe, inputs: Inputs, task: Task) -> Iterator[PreviewSequence]:

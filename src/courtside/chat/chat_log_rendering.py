@@ -56,7 +56,7 @@ def trajectory_from_chat_log(
     if any("tool_calls" in m.extra for m in conversation) and not (
         template.renderer.renders_tool_calls
     ):
-        conversation = [_spell_out_calls(message, format_call) for message in conversation]
+        conversation = [spell_out_calls(message, format_call) for message in conversation]
     rendered_turns = [template.prompt_turn(task)]
     message_indices = [0]
     starts = [
@@ -79,7 +79,7 @@ def trajectory_from_chat_log(
                 ]
             )
             index = start
-            answer = _render_answer(conversation[start], following, template, last=last)
+            answer = render_answer(conversation[start], following, template, last=last)
         except ModelError as error:
             raise TaskError(f"{where}{index}: {error}") from None
         rendered_turns += [answer, *environment]
@@ -96,7 +96,7 @@ def trajectory_from_chat_log(
     )
 
 
-def _render_answer(
+def render_answer(
     message: Message, following: Sequence[Message], template: IncrementalTemplate, *, last: bool
 ) -> Turn:
     """The turn of an assistant's message, rendered with the messages that follow it."""
@@ -191,7 +191,7 @@ def _check_whole_render(
         start += len(ids)
 
 
-def _spell_out_calls(message: Message, format_call: CallFormatter) -> Message:
+def spell_out_calls(message: Message, format_call: CallFormatter) -> Message:
     """The message with its tool calls as text, for templates that do not render them."""
     extra = json.loads(message.extra) if message.extra else {}
     functions = [call["function"] for call in extra.pop("tool_calls", ())]

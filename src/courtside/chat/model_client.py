@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from courtside.types import Message
 
@@ -15,6 +15,10 @@ class Reply:
     input_tokens: int = 0
     """0 where the server does not say."""
     output_tokens: int = 0
+    thoughts: str = ""
+    """Those that the server gives apart from the text."""
+    tool_calls: Sequence[Any] = ()
+    """As the server sent them, not checked."""
     is_truncated: bool = False
     """Whether it ended at the limit of tokens, and not by itself."""
 

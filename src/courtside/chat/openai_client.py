@@ -7,12 +7,14 @@ record, message or file of ours.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import httpx
 
+from courtside.chat.api_requests import make_request_fields
 from courtside.chat.model_client import Reply
 from courtside.errors import RunError
 from courtside.recipe.endpoint import EndpointConfig, read_api_key
@@ -38,6 +40,10 @@ class Replies(NamedTuple):
     """In the order of the prompts; None: there is none."""
     errors: list[RunError]
     """Of those without a reply, the first first."""
+
+
+Ask = Callable[[Sequence[Message]], "Future[Reply | RunError]"]
+"""Begins a request; the result is the error where there is no reply after all retries."""
 
 
 class OpenAIClient:
@@ -80,29 +86,44 @@ class OpenAIClient:
     ) -> Replies:
         """With more failures than `max_failures` the other requests are given up. `count_done` is
         called after each request, in the calling thread."""
+        replies: list[Reply | None] = [None] * len(prompts)
+        errors: list[RunError] = []
         if not prompts:
             return Replies([], [])
+        with self.connect() as ask:
+            futures = {ask(prompt): i for i, prompt in enumerate(prompts)}
+            for future in as_completed(futures):
+                count_done()
+                reply = future.result()  # raises what is a bug of ours
+                if isinstance(reply, RunError):
+                    errors.append(reply)
+                else:
+                    replies[futures[future]] = reply
+                if len(errors) > max_failures:
+                    break
+        return Replies(replies, errors)
+
+    @contextmanager
+    def connect(self) -> Iterator[Ask]:
+        """Requests begin in threads, `max_concurrency` at a time; what is under way at the end is
+        given up."""
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        errors: list[RunError] = []
         self._stop.clear()
-        with (
-            httpx.Client(
-                timeout=self.endpoint.timeout, headers=headers, verify=self._verify
-            ) as client,
-            ThreadPoolExecutor(max_workers=self.endpoint.max_concurrency) as threads,
-        ):
-            futures = [threads.submit(self._ask, client, prompt) for prompt in prompts]
+        with httpx.Client(
+            timeout=self.endpoint.timeout, headers=headers, verify=self._verify
+        ) as client:
+            threads = ThreadPoolExecutor(max_workers=self.endpoint.max_concurrency)
             try:
-                for future in as_completed(futures):
-                    count_done()
-                    if isinstance(error := future.exception(), RunError):
-                        errors.append(error)
-                    if error is not None and len(errors) > max_failures:
-                        break
+                yield lambda prompt: threads.submit(self._try, client, prompt)
             finally:
                 self._stop.set()
-                threads.shutdown(wait=False, cancel_futures=True)
-        return Replies([_find_reply(future) for future in futures], errors)
+                threads.shutdown(wait=True, cancel_futures=True)
+
+    def _try(self, client: httpx.Client, prompt: Sequence[Message]) -> Reply | RunError:
+        try:
+            return self._ask(client, prompt)
+        except RunError as error:
+            return error
 
     def _ask(self, client: httpx.Client, prompt: Sequence[Message]) -> Reply:
         body = self._body(prompt)
@@ -128,7 +149,7 @@ class OpenAIClient:
         limit = {"max_tokens": self.max_new_tokens}
         return {
             "model": self.endpoint.model,
-            "messages": [{"role": m.role, "content": m.content} for m in prompt],
+            **make_request_fields(prompt),
             "temperature": self.temperature,
             **({} if "max_completion_tokens" in extra else limit),
             **extra,
@@ -156,7 +177,9 @@ class OpenAIClient:
     def _reply(self, response: httpx.Response) -> Reply:
         try:
             body = response.json()
-            text = body["choices"][0]["message"].get("content")
+            message = body["choices"][0]["message"]
+            text, calls = message.get("content"), message.get("tool_calls")
+            thoughts = message.get("reasoning_content") or message.get("reasoning")
             reason = body["choices"][0].get("finish_reason")
             usage = body.get("usage") or {}
             num_tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
@@ -166,12 +189,14 @@ class OpenAIClient:
                 f"that is no chat completion: {self._excerpt(response)}. Give the address up to "
                 f"and with the version, like http://localhost:8000/v1. {GO_ON}"
             ) from None
-        input_tokens, output_tokens = (n if isinstance(n, int) else 0 for n in num_tokens)
+        input_tokens, output_tokens = (max(0, n) if isinstance(n, int) else 0 for n in num_tokens)
         # Nothing (a refusal, thoughts alone) is a reply too: whoever parses it counts it.
         return Reply(
             text=text if isinstance(text, str) else "",
             input_tokens=input_tokens,
             output_tokens=output_tokens,
+            thoughts=thoughts if isinstance(thoughts, str) else "",
+            tool_calls=calls if isinstance(calls, list) else (),
             is_truncated=reason == "length",
         )
 
@@ -190,12 +215,6 @@ class OpenAIClient:
         if self._key is not None:
             text = text.replace(self._key, "***")
         return truncate(to_one_line(text), 300) or "nothing"
-
-
-def _find_reply(future: Future[Reply]) -> Reply | None:
-    if future.cancelled() or isinstance(future.exception(), RunError):
-        return None
-    return future.result()  # raises what is a bug of ours
 
 
 def _retry_after(response: httpx.Response) -> float | None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from courtside.chat.messages import insert_context
 from courtside.errors import TaskError
-from courtside.recipe.teacher import Context
+from courtside.recipe.context import Context
 from courtside.types import Message, Task, Trajectory
 
 
@@ -36,7 +36,7 @@ def choose_contexts(
     }
 
 
-def task_context(config: Context, task: Task) -> str | None:
+def task_context(config: Context, task: Task, *, where: str = "teacher.context") -> str | None:
     """The text that is known before any answer; None where it depends on one."""
     if config.kind == "system":
         return config.text
@@ -44,7 +44,7 @@ def task_context(config: Context, task: Task) -> str | None:
         if config.field not in task.privileged:
             names = ", ".join(sorted(task.privileged)) or "none"
             raise TaskError(
-                f"teacher.context.field = {config.field!r}: task {task.id} has no such privileged "
+                f"{where}.field = {config.field!r}: task {task.id} has no such privileged "
                 f"field (it has: {names}). Add it to the tasks, or name another"
             )
         return config.template.replace("{text}", task.privileged[config.field])

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from courtside.chat.model_client import Reply
+from courtside.chat.reply_failures import Failure, FailureMonitor, quote_reply
 from courtside.drafts.base import add_usage
 from courtside.engines.base import PromptSize, Sampling
-from courtside.errors import DraftFailuresError
 from courtside.progress import PhaseProgress, ProgressMeter
-from courtside.sanitize import to_one_line, truncate
 from courtside.seeds import seed_for
 from courtside.types import Message, Sample, Task, TokenUsage, Trajectory
 
@@ -25,23 +24,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-RECENT = 64
-"""Questions over which the fraction of failures is taken, or those of the batch if more."""
-MIN_FAILURES = 3
-"""Fewer do not stop a run, unless no question was answered."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
     draft: Trajectory
     prompt: Message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    kind: str
-    """E.g. "no_answer": the name of its count."""
-    details: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +140,7 @@ class Interview(Generic[T]):
 
     client: Client
     parse: Callable[[str], T | None]
-    name: str
-    """How messages call the stage, e.g. "drafts[0] (rewrite)"."""
-    max_fraction: float
-    recent: list[Failure | None] = field(default_factory=list)
-    """The failure of each recent question; None: it had a valid answer."""
+    monitor: FailureMonitor
 
     def __call__(self, queries: Sequence[Query]) -> Parsed[T]:
         counts = Counter({"requests": len(queries)})
@@ -166,8 +149,7 @@ class Interview(Generic[T]):
         failures: list[Failure | None] = []
         if not queries:
             return Parsed(answers={}, counts=counts, usage={})
-        max_failures = max(MIN_FAILURES - 1, int(self.max_fraction * len(queries)))
-        results = self.client(queries, max_failures=max_failures)
+        results = self.client(queries, max_failures=self.monitor.max_failures(len(queries)))
         for query, result in zip(queries, results, strict=True):
             failure = result if isinstance(result, Failure) else None
             if isinstance(result, Answer):
@@ -177,32 +159,11 @@ class Interview(Generic[T]):
                 value = None if reply.is_truncated else self.parse(reply.text)
                 if value is None:
                     kind = "truncated" if reply.is_truncated else "unparsed"
-                    failure = Failure(kind=kind, details=_quote(reply))
+                    failure = Failure(kind=kind, details=quote_reply(reply))
                 else:
                     answers[query.draft.id] = value
             if failure is not None:
                 counts[f"dropped/{failure.kind}"] += 1
             failures.append(failure)
-        self._check(failures)
+        self.monitor.check(failures)
         return Parsed(answers=answers, counts=counts, usage=usage)
-
-    def _check(self, failures: Sequence[Failure | None]) -> None:
-        self.recent = [*self.recent, *failures][-max(RECENT, len(failures)) :]
-        recent = [failure for failure in self.recent if failure is not None]
-        num, total = len(recent), len(self.recent)
-        if num <= self.max_fraction * total or (num < MIN_FAILURES and num < total):
-            return
-        kinds = Counter(failure.kind for failure in recent)
-        self.recent = []
-        raise DraftFailuresError(
-            f"{self.name}: {num} of the last {total} questions have no valid answer "
-            f"({', '.join(f'{kind} {n}' for kind, n in kinds.most_common())}), more than "
-            f"max_failure_fraction = {self.max_fraction:g} allows. The last: "
-            f"{recent[-1].details}. The steps done are saved; correct it and go on in the same "
-            "folder"
-        )
-
-
-def _quote(reply: Reply) -> str:
-    problem = "was cut off at max_new_tokens" if reply.is_truncated else "is not as asked for"
-    return f"the reply {problem}: {truncate(to_one_line(reply.text), 200)!r}"

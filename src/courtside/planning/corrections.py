@@ -127,6 +127,10 @@ class Takeovers:
     """Tokens that the teacher samples for one."""
     observed: float
     """Of an environment, after the fork."""
+    turns: float
+    """Of the teacher in one."""
+    num_concurrent: int | None
+    """Take-overs at a time by an endpoint. None: the recipe's teacher plays."""
 
     @property
     def suffix(self) -> float:
@@ -156,6 +160,8 @@ def count_takeovers(work: Workload) -> Takeovers | None:
         prefix=prefix,
         new=_first(rates.takeover_tokens, lengths.new * remaining),
         observed=lengths.observed * remaining,
+        turns=max(1.0, turns * remaining),
+        num_concurrent=None if config.endpoint is None else config.endpoint.max_concurrency,
     )
 
 

@@ -151,20 +151,34 @@ def question_flops(work: Workload, questions: Questions) -> PhaseFlops:
     num_input = questions.number * questions.input_tokens
     num_output = questions.number * questions.output_tokens
     if questions.num_concurrent is not None:
-        return PhaseFlops(
-            input_tokens=num_input,
-            output_tokens=num_output,
-            teacher_tokens=num_input + num_output,
-            calls=questions.number,
-            endpoint_tokens=num_input + num_output,
-        )
+        return _ask_flops(calls=questions.number, num_input=num_input, num_output=num_output)
     return _write_flops(work, questions.number, questions.input_tokens, questions.output_tokens)
+
+
+def _ask_flops(*, calls: float, num_input: float, num_output: float) -> PhaseFlops:
+    """Of an endpoint, which computes elsewhere."""
+    return PhaseFlops(
+        input_tokens=num_input,
+        output_tokens=num_output,
+        teacher_tokens=num_input + num_output,
+        calls=calls,
+        endpoint_tokens=num_input + num_output,
+    )
 
 
 def takeover_flops(work: Workload) -> PhaseFlops:
     """Of the teacher's sampling; what it made is scored and trained with the other rows."""
     if (takeovers := count_takeovers(work)) is None:
         return PhaseFlops()
+    if takeovers.num_concurrent is not None:
+        # Each turn's request has the whole conversation so far.
+        before = takeovers.turns * (work.lengths.prompt + takeovers.prefix)
+        between = (takeovers.new + takeovers.observed) * (takeovers.turns - 1) / 2
+        return _ask_flops(
+            calls=takeovers.number * takeovers.turns,
+            num_input=takeovers.number * (before + between),
+            num_output=takeovers.number * takeovers.new,
+        )
     num_input = work.lengths.prompt + work.lengths.context + takeovers.prefix + takeovers.observed
     return _write_flops(work, takeovers.number, num_input, takeovers.new)
 

@@ -156,7 +156,8 @@ def _solve_lengths(folder: RunFolder, work: Workload) -> Workload:
 
     def vary(prompt: float, other: float) -> Workload:
         lengths = Lengths(prompt=prompt, new=mean_new, trained=work.lengths.trained)
-        if work.recipe.takeover is None or has_context:
+        takeover = work.recipe.takeover
+        if takeover is None or takeover.endpoint is not None or has_context:
             return replace(work, lengths=replace(lengths, context=other))
         return replace(work, lengths=lengths, rates=replace(work.rates, prefix_tokens=other))
 

@@ -230,7 +230,8 @@ def correction_memories(work: Workload) -> list[PhaseMemory]:
         if questions.num_concurrent is None
     ]  # fmt: skip
     largest = sorted(filter(None, memories), key=lambda memory: memory.total)[-1:]
-    if (takeovers := count_takeovers(work)) is not None:
+    takeovers = count_takeovers(work)
+    if takeovers is not None and takeovers.num_concurrent is None:
         taken_over = writing_memory(
             work, "take-over", number=takeovers.number,
             num_input=work.lengths.prompt + work.lengths.context + takeovers.prefix,

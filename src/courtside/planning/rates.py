@@ -38,6 +38,7 @@ def list_used_rates(recipe: Recipe) -> set[str]:
     if (takeover := recipe.takeover) is not None:
         names |= {"takeover_fraction", *TAKEOVER_SIZES}
         names |= {"failed_fraction"} if takeover.select != "all" else set()
+        names |= {"call_seconds"} if takeover.endpoint is not None else set()
     return names
 
 
@@ -97,8 +98,9 @@ def describe_rates(
             f"{questions.output_tokens:,.0f} ({name_source(*QUESTION_SIZES)})"
         )
     if (takeovers := count_takeovers(work)) is not None:
+        by = "" if takeovers.num_concurrent is None else " by an endpoint"
         notes.append(
-            f"take-overs after {takeovers.prefix:,.0f} tokens of a draft, of "
+            f"take-overs{by} after {takeovers.prefix:,.0f} tokens of a draft, of "
             f"{takeovers.new:,.0f} sampled tokens ({name_source(*TAKEOVER_SIZES)})"
         )
     if "call_seconds" in relevant and work.rates.call_seconds is None:
@@ -143,7 +145,11 @@ def read_rates(
         add("takeover_fraction", total("takeover/trained"), total("takeover/drafts"))
         add("takeover_tokens", total("takeover/sampled_tokens"), total("takeover/played"))
         add("failed_fraction", total("takeover/drafts"), drafts)
-    add("call_seconds", total("seconds/drafts"), num_rounds)
+    seconds = total("seconds/drafts")
+    if recipe.takeover is not None and (endpoint := recipe.takeover.endpoint) is not None:
+        num_rounds += total("takeover/requests") / endpoint.max_concurrency
+        seconds += total("seconds/teacher")  # with what a [teacher] scores, where there is one
+    add("call_seconds", seconds, num_rounds)
     if tokens is not None and num_questions:
         add("question_tokens", tokens[0], num_questions)
         add("reply_tokens", tokens[1], num_questions)

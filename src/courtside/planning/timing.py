@@ -251,6 +251,9 @@ def drafts_seconds(work: Workload, use: Utilisation) -> float:
 def takeover_seconds(work: Workload, use: Utilisation) -> float:
     if (takeovers := count_takeovers(work)) is None:
         return 0.0
+    if takeovers.num_concurrent is not None:
+        rounds = takeovers.number * takeovers.turns / takeovers.num_concurrent
+        return rounds * (work.rates.call_seconds or 0.0)
     lengths = work.lengths
     share = takeovers.new / lengths.new
     played = Lengths(

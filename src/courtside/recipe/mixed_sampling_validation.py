@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import NoneType
 
+from courtside.recipe.context import FieldContext, SystemContext
 from courtside.recipe.recipe import Recipe
-from courtside.recipe.teacher import CustomTeacherConfig, FieldContext, SystemContext
+from courtside.recipe.teacher import CustomTeacherConfig
 
 
 def find_mixed_sampling_problems(recipe: Recipe) -> Iterator[str]:
@@ -60,7 +61,10 @@ def find_mixed_sampling_problems(recipe: Recipe) -> Iterator[str]:
 
 def _teacher_problems(recipe: Recipe, field: str) -> Iterator[str]:
     if recipe.teacher is None:
-        yield f"{field}: there is no [teacher] to replace tokens; add it, or remove mixed_sampling"
+        yield (
+            f"{field}: there is no [teacher] to replace tokens (an endpoint gives text, no "
+            "distributions); add it, or remove mixed_sampling"
+        )
     if isinstance(recipe.teacher, CustomTeacherConfig):
         yield (
             f"{field}: a teacher of kind = 'custom' scores whole trajectories and cannot decode "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from courtside.recipe.context import SiblingContext
 from courtside.recipe.document_tasks import DocumentTasks
 from courtside.recipe.recipe import Recipe
 from courtside.recipe.rollout import RolloutConfig
 from courtside.recipe.tasks import TrajectoryTasks
-from courtside.recipe.teacher import SiblingContext
 
 SAMPLING = (
     "samples_per_prompt",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import NoneType
 
+from courtside.recipe.context import FieldContext, SystemContext
 from courtside.recipe.recipe import Recipe
 from courtside.recipe.takeover import TakeoverConfig
-from courtside.recipe.teacher import CustomTeacherConfig, FieldContext, SystemContext
+from courtside.recipe.teacher import CustomTeacherConfig
 
 
 def find_takeover_problems(recipe: Recipe) -> Iterator[str]:
@@ -20,7 +21,10 @@ def find_takeover_problems(recipe: Recipe) -> Iterator[str]:
             "answers a teacher in it. Use other tasks, or remove [takeover]"
         )
         return
-    yield from _teacher_problems(recipe)
+    if takeover.endpoint is None:
+        yield from _teacher_problems(recipe)
+    else:
+        yield from _endpoint_problems(recipe, takeover)
     if recipe.rollout.student_fraction_range[1] == 0:
         yield (
             "takeover: a teacher takes over the student's drafts, and rollout.student_fraction = 0 "
@@ -62,6 +66,35 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
                 "draft and what the teacher makes of it, so the teacher would score its tokens in "
                 "another context than it sampled them in. Use kind = 'system' or 'field'"
             )
+
+
+def _endpoint_problems(recipe: Recipe, takeover: TakeoverConfig) -> Iterator[str]:
+    """What a teacher that gives text alone cannot do."""
+    if recipe.rollout.stop:
+        yield (
+            "takeover.endpoint: rollout.stop ends answers of the student at a text, and a chat "
+            "server does not say whether such a text or the model itself ended a reply. Remove "
+            "rollout.stop: a reply ends with the template's own end token"
+        )
+    for teacher in recipe.model_teachers:
+        if not isinstance(teacher.context, (SystemContext, FieldContext, NoneType)):
+            yield (
+                f"takeover.endpoint: teacher.context.kind = {teacher.context.kind!r} is about "
+                "drafts, and the [teacher] would score what the endpoint writes under it, too. Use "
+                "kind = 'system' or 'field'"
+            )
+    if recipe.tasks.is_environment:
+        if takeover.can_continue:
+            yield (
+                "takeover.can_continue is of forks inside an answer, and episodes of tasks.kind = "
+                f"{recipe.tasks.kind!r} fork between turns. Remove it"
+            )
+    elif takeover.at != 0 and not takeover.can_continue:
+        yield (
+            f"takeover.at = {takeover.at!r} is a token inside an answer, and a chat server begins "
+            "an answer of its own. Set at = 0, where it answers in the draft's place; or "
+            "can_continue = true for vLLM, which goes on with one"
+        )
 
 
 def _location_problems(recipe: Recipe, takeover: TakeoverConfig) -> Iterator[str]:

@@ -94,7 +94,7 @@ def find_problems(recipe: Recipe) -> Iterator[str]:
             f"train.max_{next(iter(recipe.train.budget))} may end the run before. Use 'constant'"
         )
     has_teacher = recipe.teacher is not None or recipe.needs_reference or recipe.drafts
-    if recipe.train.max_teacher_tokens and not has_teacher:
+    if recipe.train.max_teacher_tokens and not (has_teacher or recipe.takeover):
         yield (
             "train.max_teacher_tokens: the recipe has no teacher, no reference and no drafts, so "
             "that none would be spent. Use train.max_student_tokens"
@@ -185,7 +185,12 @@ def _loss_problems(recipe: Recipe, loss: Loss) -> Iterator[str]:
             f"no trajectories written by the {loss.on}"
         )
     if loss.needs_teacher and recipe.teacher is None:
-        yield "compares with a teacher; add a [teacher] section"
+        has_endpoint = recipe.takeover is not None and recipe.takeover.endpoint is not None
+        yield (
+            "compares with a teacher; add a [teacher] section"
+            + has_endpoint * ", as takeover.endpoint gives text and no log-probs"
+            + (has_endpoint and loss.on == "teacher") * ", or use kind = 'cross_entropy'"
+        )
     if loss.kind == "policy_gradient":
         has_other_authors = low < 1 or rollout.corrections or recipe.teacher_adds_text
         if has_other_authors and loss.on not in ("student", "hinted_turns"):
@@ -228,7 +233,7 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
                 "itself; every gap is zero. Give it a context, or weights = 'frozen'"
             )
     samples = (
-        recipe.takeover is not None
+        (recipe.takeover is not None and recipe.takeover.endpoint is None)
         or recipe.rollout.mixed_sampling is not None
         or recipe.rollout.off_policy_source == "teacher"
         or any(config.asks_teacher for config in recipe.drafts)

@@ -6,20 +6,22 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from courtside.errors import RunError, UserError
 from courtside.recipe import Recipe
 from courtside.report.console import RunConsole
 from courtside.report.folder.folder import RunFolder
-from courtside.report.metrics import DRAFTS, READER
+from courtside.report.metrics import DRAFTS, READER, TAKEOVER
 from courtside.types import Evaluation, HintOutcome, Scored, Update
 
-HARMFUL_HINTS, UNHEEDED_HINTS, FEW_REPAIRS = "harmful_hints", "unheeded_hints", "few_repairs"
+HARMFUL_HINTS, UNHEEDED_HINTS = "harmful_hints", "unheeded_hints"
+FEW_REPAIRS, FEW_TAKEOVERS = "few_repairs", "few_takeovers"
 """Kinds of alarm."""
-MIN_REPAIR_REQUESTS, FEW_REPAIRS_FRACTION = 64, 0.1
-"""Questions of the latest steps that an alarm needs, and the fraction of them below which it is
-raised: where 2 of 84 questions gave a repair, steps on those few repairs ruined the student."""
+MIN_CORRECTIONS, FEW_CORRECTIONS = 64, 0.1
+"""Questions for a repair, or take-overs, of the latest steps that an alarm needs, and the fraction
+of them below which it is raised: where 2 of 84 questions gave a repair, steps on those few repairs
+ruined the student."""
 NUM_COMPARED = 3
 """Steps with hints at the start of a run, and lately, whose shifts are compared."""
 MIN_FIRST_SHIFT, UNHEEDED_FRACTION = 1.0, 0.1
@@ -46,6 +48,10 @@ class RunAlarms:
     def check_repairs(self, step: int) -> None:
         """Alarm where hardly any question of a `rewrite` stage gives a repair that is used."""
         self._raise_now_and_then(step, FEW_REPAIRS, check_few_repairs(self.folder.metrics()))
+
+    def check_takeovers(self, step: int) -> None:
+        """Alarm where hardly any take-over trains."""
+        self._raise_now_and_then(step, FEW_TAKEOVERS, check_few_takeovers(self.folder.metrics()))
 
     def _raise_now_and_then(self, step: int, kind: str, alarm: str | None) -> None:
         if alarm is None:
@@ -168,26 +174,57 @@ def check_unheeded_hints(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def check_few_repairs(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """The alarm of a run whose last `MIN_REPAIR_REQUESTS` questions gave few repairs that are used;
+    """The alarm of a run whose last `MIN_CORRECTIONS` questions gave few repairs that are used;
     None: they gave enough, or there were too few questions."""
-    num_requests = num_repairs = 0
-    reasons: Counter[str] = Counter()
-    for row in reversed(rows):
-        if num_requests >= MIN_REPAIR_REQUESTS:
-            break
-        num_requests += row.get(f"{DRAFTS}rewrite/requests", 0)
-        num_repairs += row.get(f"{DRAFTS}rewrite/repairs", 0)
-        dropped = f"{DRAFTS}rewrite/dropped/"
-        reasons.update({k.removeprefix(dropped): n for k, n in row.items() if dropped in k})
-    if num_requests < MIN_REPAIR_REQUESTS or num_repairs >= FEW_REPAIRS_FRACTION * num_requests:
+    rewrite = f"{DRAFTS}rewrite/"
+    few = find_few(rows, f"{rewrite}requests", f"{rewrite}repairs", reasons=f"{rewrite}dropped/")
+    if few is None:
         return None
-    why = ", ".join(f"{reason} {n}" for reason, n in reasons.most_common())
     return (
-        f"{num_repairs} of the last {num_requests} questions for a repair gave one that is used "
-        f"({why}): each step trains on a few answers, and so few can ruin the student. Look at the "
-        "replies with `courtside view`; see drafts.prompt and drafts.reference, ask a stronger "
-        "model, or lower the learning rate"
+        f"{few.num_used} of the last {few.num_wanted} questions for a repair gave one that is used "
+        f"({few.reasons}): each step trains on a few answers, and so few can ruin the student. "
+        "Look at the replies with `courtside view`; see drafts.prompt and drafts.reference, ask a "
+        "stronger model, or lower the learning rate"
     )
+
+
+def check_few_takeovers(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The alarm of a run of whose last `MIN_CORRECTIONS` take-overs few train; None: enough did, or
+    there were too few."""
+    few = find_few(rows, f"{TAKEOVER}drafts", f"{TAKEOVER}trained", reasons=f"{TAKEOVER}dropped/")
+    if few is None:
+        return None
+    return (
+        f"{few.num_used} of the last {few.num_wanted} drafts that were to be taken over gave one "
+        f"that trains ({few.reasons}): each step trains on a few, and so few can ruin the student. "
+        "docs/takeover.md says what each reason means; see takeover.at and takeover.context, let a "
+        "stronger model take over, or lower the learning rate"
+    )
+
+
+class FewUsed(NamedTuple):
+    num_used: int
+    num_wanted: int
+    reasons: str
+
+
+def find_few(
+    rows: Sequence[Mapping[str, Any]], wanted_key: str, used_key: str, *, reasons: str
+) -> FewUsed | None:
+    """The latest steps with `MIN_CORRECTIONS` corrections that were wanted, by the names of the
+    counts; None: enough of them are used, or there were fewer."""
+    num_wanted = num_used = 0
+    dropped: Counter[str] = Counter()
+    for row in reversed(rows):
+        if num_wanted >= MIN_CORRECTIONS:
+            break
+        num_wanted += row.get(wanted_key, 0)
+        num_used += row.get(used_key, 0)
+        dropped.update({k.removeprefix(reasons): n for k, n in row.items() if reasons in k})
+    if num_wanted < MIN_CORRECTIONS or num_used >= FEW_CORRECTIONS * num_wanted:
+        return None
+    why = ", ".join(f"{reason} {n}" for reason, n in dropped.most_common())
+    return FewUsed(num_used, num_wanted, why)
 
 
 def check_nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str | None:
@@ -201,6 +238,13 @@ def check_nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str | None:
     if drafts:
         text = ", ".join(f"{name.removeprefix(DRAFTS)} {n}" for name, n in sorted(drafts.items()))
         return f"{result}. The draft stages counted over all steps: {text}."
+    takeovers: Counter[str] = Counter()
+    for row in rows:
+        dropped = f"{TAKEOVER}dropped/"
+        takeovers.update({k.removeprefix(dropped): n for k, n in row.items() if dropped in k})
+    if takeovers:
+        text = ", ".join(f"{reason} {n}" for reason, n in takeovers.most_common())
+        return f"{result}. No draft that was taken over trains: {text}."
     if not any("hints/trained" in row for row in rows):
         return f"{result}. No loss applies to any token; see `on` of the losses."
     counts: Counter[str] = Counter()

@@ -164,7 +164,8 @@ class CostMeter:
                 # Also what did not train was sampled.
                 num_input = s.takeover.num_input_tokens
                 num_output = s.takeover.num_sampled_tokens
-                flops = forward_flops(sizes.teachers[s.takeover.teacher], num_input + num_output)
+                size_of_it = sizes.teachers.get(s.takeover.teacher, 0)  # an endpoint's is unknown
+                flops = forward_flops(size_of_it, num_input + num_output)
                 num_teacher += num_input + num_output
                 add("teacher", num_input, num_output, flops)
             if s.reference is not None:

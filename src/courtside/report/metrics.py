@@ -153,6 +153,8 @@ def takeover_metrics(outcomes: Sequence[TakeoverOutcome]) -> Row:
         "takeover/limited": sum(outcome.stop in LIMITS for outcome in played),
         "takeover/sampled_tokens": sum(outcome.num_sampled_tokens for outcome in played),
     }
+    if num_requests := sum(outcome.num_requests for outcome in outcomes):
+        row["takeover/requests"] = num_requests
     row |= {f"takeover/dropped/{reason}": dropped[reason] for reason in sorted(dropped)}
     grades = [outcome.grade for outcome in played if outcome.grade is not None]
     if grades:

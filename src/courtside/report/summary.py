@@ -27,6 +27,8 @@ def summarize_recipe(recipe: Recipe) -> str:
         parts.append(f"teacher: {recipe.teacher.path}")
     elif recipe.teacher is not None:
         parts.append("teacher: " + " | ".join(_summarize_teacher(t) for t in recipe.model_teachers))
+    if recipe.takeover is not None and (endpoint := recipe.takeover.endpoint) is not None:
+        parts.append(f"taken over by {endpoint.model} (endpoint)")
     if recipe.reader is not None:
         parts.append(f"hints: {_summarize_reader(recipe.reader)}")
     parts.append(" + ".join(_summarize_loss(loss) for loss in recipe.losses))

@@ -74,19 +74,24 @@ class Continuation:
     trajectory: Trajectory | None
     """None: it did not sample a token."""
     num_input_tokens: int = 0
+    num_sampled_tokens: int | None = None
+    """By the teacher's own tokenizer; None: those of the trajectory that train."""
+    num_requests: int = 0
+    """To a server of texts."""
     drop_reason: str | None = None
     """Why it cannot train; None: its grade decides."""
 
 
 def finish_turn(fork: Fork, sample: Sample, text: str) -> Turn:
-    """The student's prefix, masked, then the sampled ids."""
+    """The student's prefix, masked, then the sampled ids, or those of a text."""
     prefix_ids = fork.prefix_ids
+    is_text = not sample.logp
     return Turn(
         role="assistant",
         text=text,
         token_ids=prefix_ids + sample.token_ids,
         completion_mask=(False,) * len(prefix_ids) + (True,) * len(sample.token_ids),
-        sampler_logp=(nan,) * len(prefix_ids) + sample.logp,
+        sampler_logp=None if is_text else (nan,) * len(prefix_ids) + sample.logp,
     )
 
 

@@ -10,21 +10,28 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import nan
-from typing import Literal
+from typing import Generic, Literal, Protocol, TypeVar
 
 from courtside.recipe.takeover import TakeoverConfig
-from courtside.rollout.continuations import Continuation, Fork, SamplingTeacher
+from courtside.rollout.continuations import Continuation, Fork
 from courtside.seeds import seed_for
 from courtside.types import Hint, TakeoverOutcome, Task, Trajectory
 
-Continue = Callable[[SamplingTeacher, Sequence[Fork]], list[Continuation]]
+
+class NamedTeacher(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+AnyTeacher = TypeVar("AnyTeacher", bound=NamedTeacher)
+Continue = Callable[[AnyTeacher, Sequence[Fork]], list[Continuation]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Takeover:
+class Takeover(Generic[AnyTeacher]):
     config: TakeoverConfig
-    choose_teacher: Callable[[Task], SamplingTeacher]
-    continue_drafts: Continue
+    choose_teacher: Callable[[Task], AnyTeacher]
+    continue_drafts: Continue[AnyTeacher]
     has_episodes: bool
     """Whether drafts are left between turns, not between the tokens of an answer."""
     seed: int
@@ -36,7 +43,7 @@ class Takeover:
         outcomes: dict[str, TakeoverOutcome] = {}
         forks: dict[str, list[Fork]] = {}
         """By the teacher's name."""
-        teachers: dict[str, SamplingTeacher] = {}
+        teachers: dict[str, AnyTeacher] = {}
         for draft in trajectories:
             if not is_selected(draft, self.config):
                 continue
@@ -118,14 +125,24 @@ def locate_token(draft: Trajectory, at: str | int | float, draw: random.Random) 
 def judge_takeover(
     fork: Fork, continuation: Continuation, teacher: str, config: TakeoverConfig
 ) -> TakeoverOutcome:
-    trajectory = continuation.trajectory
+    trajectory, num_sampled = continuation.trajectory, continuation.num_sampled_tokens
     if trajectory is None:
-        return TakeoverOutcome(turn=fork.turn, drop_reason=continuation.drop_reason)
+        return TakeoverOutcome(
+            turn=fork.turn,
+            teacher=teacher if num_sampled else None,
+            num_input_tokens=continuation.num_input_tokens,
+            num_sampled_tokens=num_sampled or 0,
+            num_requests=continuation.num_requests,
+            drop_reason=continuation.drop_reason,
+        )
+    if num_sampled is None:
+        num_sampled = trajectory.num_completion_tokens
     return TakeoverOutcome(
         turn=fork.turn,
         teacher=teacher,
         num_input_tokens=continuation.num_input_tokens,
-        num_sampled_tokens=trajectory.num_completion_tokens,
+        num_sampled_tokens=num_sampled,
+        num_requests=continuation.num_requests,
         stop=trajectory.stop,
         grade=trajectory.grade,
         drop_reason=continuation.drop_reason or find_failure(fork.draft, trajectory, config),
@@ -165,9 +182,10 @@ def make_side(
 ) -> Trajectory:
     """The fork's turn of `trajectory` after the masked trunk; only what follows the fork trains."""
     turn = trajectory.turns[fork.turn]
-    assert turn.sampler_logp is not None
     mask = (False,) * fork.num_tokens + turn.completion_mask[fork.num_tokens :]
-    logp = (nan,) * fork.num_tokens + turn.sampler_logp[fork.num_tokens :]
+    logp = turn.sampler_logp  # None: of a text
+    if logp is not None:
+        logp = (nan,) * fork.num_tokens + logp[fork.num_tokens :]
     return replace(
         trajectory,
         id=f"{fork.draft.id}+{preference}",

@@ -31,7 +31,7 @@ from courtside.engines.base import (
 )
 from courtside.engines.lm_head import LMHead
 from courtside.errors import TaskError
-from courtside.recipe.teacher import Context
+from courtside.recipe.context import Context
 from courtside.teacher.hint_scoring import HintScorer
 from courtside.types import (
     DeferredTarget,

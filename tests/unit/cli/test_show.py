@@ -48,6 +48,23 @@ def test_a_prompt_and_the_context_of_the_teacher(bare_folder: Path, tmp_path: Pa
     assert text_of(taught, "context") == prompt and "Count." in text_of(taught, "added")
 
 
+def test_what_a_server_is_told_that_takes_over(bare_folder: Path) -> None:
+    recipe = small_recipe(
+        bare_folder,
+        tasks={"kind": "arithmetic"},
+        takeover={
+            "at": 0,
+            "endpoint": {"base_url": "http://localhost:8000/v1", "model": "big"},
+            "context": {"kind": "field", "field": "solution"},
+        },
+        losses=[{"kind": "cross_entropy", "on": "teacher"}],
+    )
+    student, endpoint = show(recipe).sequences
+    assert endpoint.title == "take-over by big: prompt" and "localhost" in endpoint.about
+    assert text_of(endpoint, "context") == text_of(student)
+    assert "Answer" in text_of(endpoint, "added")
+
+
 @pytest.mark.parametrize("kind", ["feedback", "sibling"])
 def test_a_context_that_follows_from_answers_has_a_stand_in(bare_folder: Path, kind: str) -> None:
     teacher = LIVE | {"context": {"kind": kind}}

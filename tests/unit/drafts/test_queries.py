@@ -9,8 +9,9 @@ import pytest
 from sampled_drafts import draft
 
 from courtside.chat.model_client import Reply
+from courtside.chat.reply_failures import Failure, FailureMonitor
 from courtside.drafts.prompts import parse_whole
-from courtside.drafts.queries import Answer, Failure, Interview, Query, TeacherClient
+from courtside.drafts.queries import Answer, Interview, Query, TeacherClient
 from courtside.engines.base import PromptSize, Sampling
 from courtside.errors import DraftFailuresError
 from courtside.progress import ProgressMeter
@@ -24,7 +25,9 @@ def interview(answer: Callable[[int], Answer | Failure], fraction: float = 0.5) 
         return [answer(n) for n in range(len(queries))]
 
     return Interview(
-        client=client, parse=parse_whole, name="drafts[0] (rewrite)", max_fraction=fraction
+        client=client,
+        parse=parse_whole,
+        monitor=FailureMonitor(name="drafts[0] (rewrite)", max_fraction=fraction),
     )
 
 
@@ -70,7 +73,8 @@ def test_a_client_may_give_up_when_the_run_will_stop_in_any_case() -> None:
         return [reply("good")] * len(queries)
 
     for fraction in (0.0, 0.5, 0.75, 1.0):
-        Interview(client=client, parse=parse_whole, name="d", max_fraction=fraction)(QUERIES)
+        monitor = FailureMonitor(name="d", max_fraction=fraction)
+        Interview(client=client, parse=parse_whole, monitor=monitor)(QUERIES)
     assert limits == [2, 2, 3, 4]
 
 

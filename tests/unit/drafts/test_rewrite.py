@@ -12,15 +12,16 @@ from support.tiny_model import tiny_tokenizer
 from courtside.chat.incremental import IncrementalTemplate
 from courtside.chat.model_client import Reply
 from courtside.chat.privileged_context import choose_contexts
+from courtside.chat.reply_failures import FailureMonitor
 from courtside.chat.template import ChatTemplate
 from courtside.drafts.base import DraftOutcome
 from courtside.drafts.criticize import Critic
 from courtside.drafts.prompts import parse_whole
 from courtside.drafts.queries import Answer, Failure, Interview, Query
 from courtside.drafts.rewrite import ReplyCheck, Rewriter
+from courtside.recipe.context import CritiqueContext, RepairContext
 from courtside.recipe.drafts import CriticizeConfig, RewriteConfig
 from courtside.recipe.losses import CrossEntropyLoss, DivergenceLoss
-from courtside.recipe.teacher import CritiqueContext, RepairContext
 from courtside.training.loss_terms import make_loss_terms, preference_pairs
 from courtside.types import Event, Grade, Message, Scored, Trajectory, Turn
 
@@ -40,7 +41,8 @@ class Model:
         return [Answer(reply=Reply(text=text, output_tokens=1), model="m") for text in texts]
 
     def ask(self) -> Interview[str]:
-        return Interview(client=self, parse=parse_whole, name="drafts[0]", max_fraction=1.0)
+        monitor = FailureMonitor(name="drafts[0]", max_fraction=1.0)
+        return Interview(client=self, parse=parse_whole, monitor=monitor)
 
 
 def check_answer(_draft: Trajectory, _turn: int, reply: str) -> ReplyCheck:

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from courtside.chat.template import ChatTemplate
 from courtside.engines.base import Sampling
 from courtside.errors import TaskError
-from courtside.recipe.teacher import Context
+from courtside.recipe.context import Context
 from courtside.teacher.teacher import Teacher, TeacherStage
 from courtside.types import Task, Trajectory
 

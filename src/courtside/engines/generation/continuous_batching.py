@@ -122,18 +122,12 @@ class ContinuousBatchingSession:
         with self.autocast_context(), self.weights.swap_in():
             step = self._decode_step(sampling, buffer.eos)
             step.stop()  # an earlier batch may have been interrupted
-            self._start(step, assigned, requests)
+            self._start(step, assigned, requests, buffer)
             running, free = dict(assigned), list[int]()
             while running:
                 is_active = step.run(self.steps_per_sync(sampling))
                 if sampling.stop:
-                    outputs = step.outputs(list(running))
-                    stopped = [
-                        row
-                        for row, (ids, _) in zip(running, outputs, strict=True)
-                        if buffer.has_stop_string(ids)
-                    ]
-                    step.stop(stopped)
+                    stopped = _stop_at_strings(step, list(running), buffer)
                     is_active = [a and row not in stopped for row, a in enumerate(is_active)]
                 finished = {row: running.pop(row) for row in list(running) if not is_active[row]}
                 outputs = step.outputs(list(finished))
@@ -149,18 +143,24 @@ class ContinuousBatchingSession:
                     started = {free.pop(): waiting.popleft() for _ in range(count)}
                     for row in started:
                         self.restart(row)
-                    self._start(step, started, requests)
+                    self._start(step, started, requests, buffer)
                     running |= started
         return [replace(s, routed_experts=experts.get(i)) for i, s in enumerate(buffer.samples())]
 
     def _start(
-        self, step: DecodeStep, assigned: Mapping[int, int], requests: Sequence[SampleRequest]
+        self,
+        step: DecodeStep,
+        assigned: Mapping[int, int],
+        requests: Sequence[SampleRequest],
+        buffer: SampleBuffer,
     ) -> None:
         hidden_BD = self._prefill({row: requests[i].prompt_ids for row, i in assigned.items()})
         rows, device = list(assigned), hidden_BD.device
         length_B = torch.tensor([self.length[row] for row in rows], device=device)
         self.cache.length_B[torch.tensor(rows, device=device)] = length_B
         step.start(rows, hidden_BD, [requests[i].seed for i in assigned.values()])
+        if buffer.sampling.stop:
+            _stop_at_strings(step, rows, buffer)
 
     def _decode_step(self, sampling: Sampling, eos: frozenset[int]) -> DecodeStep:
         records = self.cache.routing is not None
@@ -288,6 +288,16 @@ class ContinuousBatchingSession:
             self.cache.start_recording(routing.routers)
             assert self.cache.routing is not None
             self.cache.routing.load(experts_BNLK)
+
+
+def _stop_at_strings(step: DecodeStep, rows: Sequence[int], buffer: SampleBuffer) -> list[int]:
+    """Deactivate the rows whose text ends with a stop string, and return them."""
+    outputs = step.outputs(rows)
+    stopped = [
+        row for row, (ids, _) in zip(rows, outputs, strict=True) if buffer.has_stop_string(ids)
+    ]
+    step.stop(stopped)
+    return stopped
 
 
 def _get_or_make(steps: OrderedDict[Any, Step], key: Any, make: Callable[[], Step]) -> Step:
