@@ -8,10 +8,11 @@ import pytest
 import torch
 from support.hybrids import KINDS, hybrid_engine, plain_logp
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from courtside.engines.base import SampleRequest, Sampling
 from courtside.engines.forward.state_passes import StatePasses
-from courtside.engines.generation.kv_cache import RowDecoder
+from courtside.engines.generation.kv_cache import KVCachePool, RowDecoder
 from courtside.engines.generation.recurrent_session import RecurrentSession
 from courtside.engines.generation.state_batching import StateBatchingSession
 from courtside.engines.local import LocalEngine
@@ -21,6 +22,10 @@ NOT_STATIC = {
     "rwkv": "its list is a cache of its own",
 }
 STATIC = [kind for kind in KINDS if kind not in NOT_STATIC]
+MIXTURES = (
+    "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "lfm2_moe", "jamba", "kimi_linear",
+)  # fmt: skip
+"""Without weights, grouped matmuls run in bfloat16 only."""
 
 
 def prompt(length: int, start: int = 0) -> tuple[int, ...]:
@@ -140,6 +145,29 @@ def test_a_decode_step_waits_for_no_value(kind: str, monkeypatch: pytest.MonkeyP
     engine = static_engine(kind)
     requests = [SampleRequest(prompt_ids=prompt(4), seed=0)]
     assert engine.sample(requests, Sampling(max_new_tokens=3))
+
+
+class StaysOnDevice(TorchDispatchMode):
+    """A capture permits no copy from the host either."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+        assert all(tensor.is_meta for tensor in tensors), func
+        return output
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STATIC if kind not in MIXTURES])
+def test_a_decode_step_makes_nothing_on_the_host(kind: str) -> None:
+    passes = static_engine(kind).static_states
+    assert isinstance(passes, StatePasses)
+    model = passes.model.to("meta")
+    cache = KVCachePool(model, None, graphs=None, passes=passes).acquire(2, 16)
+    decoder = RowDecoder(model, cache)
+    ids_B1 = torch.zeros(cache.num_rows, 1, dtype=torch.long, device="meta")
+    with StaysOnDevice(), torch.no_grad():
+        hidden_BD = decoder.forward(ids_B1, ids_B1[:, 0] == 0)
+    assert hidden_BD.shape == (cache.num_rows, model.config.hidden_size)
 
 
 @pytest.mark.parametrize("kind", NOT_STATIC)
