@@ -10,9 +10,12 @@ bandwidth is measured in the same run.
     python benchmarks/sampling.py --device cuda --prompts 8 --profile    # where a step's time goes
     python benchmarks/sampling.py --device cuda --vllm PATHS --shapes qwen3-0.6b    # against vLLM
     python benchmarks/sampling.py --device cuda --vllm PATHS --shapes gemma-3-1b    # with windows
+    python benchmarks/sampling.py --device cuda --shapes gemma-3-1b olmo-3-7b gpt-oss-20b \
+        qwen3-30b-a3b qwen3.5-4b --min-rows 8 --max-rows 256 --max-positions 100000 --no-generate
 
 `--vllm` names the folders that vLLM is imported from, as PYTHONPATH does. Its side runs first, in a
-process of its own (`vllm_side.py`), on the rows and lengths of `VLLM_GRID`.
+process of its own (`vllm_side.py`), on the rows and lengths of `GRID`. A shape that fails is
+reported, and the others go on.
 
 `generate` is measured first, when nothing of ours is in memory. Peaks have the weights in them, and
 ours what CUDA graphs hold.
@@ -84,7 +87,7 @@ CASES = {
 
 
 VLLM_SHAPES = ("qwen3-0.6b", "qwen3-4b", "qwen3-8b")
-VLLM_GRID = [
+GRID = [
     (rows, prompt_tokens, new_tokens)
     for prompt_tokens, new_tokens in ((128, 256), (2048, 1024))
     for rows in (1, 8, 64, 256, 512)
@@ -92,7 +95,7 @@ VLLM_GRID = [
 """Rows from 64 on are groups of four samples of a prompt, as in a rollout."""
 
 
-def vllm_cases(model: str, args: argparse.Namespace) -> tuple[Case, ...]:
+def grid_cases(model: str, args: argparse.Namespace) -> tuple[Case, ...]:
     return tuple(
         Case(
             model=model,
@@ -101,7 +104,7 @@ def vllm_cases(model: str, args: argparse.Namespace) -> tuple[Case, ...]:
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
         )
-        for rows, prompt_tokens, new_tokens in VLLM_GRID
+        for rows, prompt_tokens, new_tokens in GRID
         if args.min_rows <= rows <= args.max_rows
         and rows * (prompt_tokens + new_tokens) <= args.max_positions
     )
@@ -342,9 +345,9 @@ def parse() -> tuple[argparse.Namespace, tuple[Case, ...]]:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--vllm", help="folders that vLLM is imported from, as in PYTHONPATH")
     parser.add_argument("--vllm-limit", type=float, default=420, help="seconds for its side")
-    parser.add_argument("--shapes", nargs="+", choices=NAMES, default=VLLM_SHAPES)
-    parser.add_argument("--min-rows", type=int, default=1, help="of the grid against vLLM")
-    parser.add_argument("--max-rows", type=int, default=512, help="of the grid against vLLM")
+    parser.add_argument("--shapes", nargs="+", choices=NAMES, help="on the grid")
+    parser.add_argument("--min-rows", type=int, default=1, help="of the grid")
+    parser.add_argument("--max-rows", type=int, default=512, help="of the grid")
     parser.add_argument("--max-positions", type=int, default=2**21,
                         help="rows × tokens of a cell: longer cells take minutes")  # fmt: skip
     parser.add_argument("--out", type=Path)
@@ -367,18 +370,24 @@ def main() -> None:
         "cases": rows,
     }
     peers: dict[Case, dict[str, Any]] = {}
+    shapes = args.shapes or (VLLM_SHAPES if args.vllm else ())
+    if shapes:
+        cases = tuple(case for model in shapes for case in grid_cases(model, args))
     if args.vllm:
         args.generate = False
-        cases = ()
-        for model in args.shapes:
-            grid = vllm_cases(model, args)
+        for model in shapes:
+            grid = grid_cases(model, args)
             side = run_vllm(args.vllm, model, grid, limit=args.vllm_limit)
             result.setdefault("vllm", {})[model] = {k: side[k] for k in side if k != "cases"}
             peers |= dict(zip(grid, side["cases"], strict=False))
-            cases += grid
     print(HEADINGS, flush=True)
     for case in cases:
-        rows.append(measure(case, args, rate=rate))
+        try:
+            rows.append(measure(case, args, rate=rate))
+        except (RuntimeError, AssertionError) as error:
+            rows.append({"case": asdict(case), "failed": f"{type(error).__name__}: {error}"})
+            print(f"{case}: {rows[-1]['failed']}", flush=True)
+            continue
         if case in peers:
             ours = rows[-1]["ours"]["tokens_per_second"]
             rows[-1]["vllm"] = peers[case]
