@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from courtside.errors import UserError
+from courtside.sanitize import truncate
 
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 """Folders of the standard library and of installed packages."""
+
+MAX_MESSAGE_CHARS = 2000
+"""Of an exception: some hold the whole text that could not be parsed."""
 
 PluginKind = Literal["class", "function"]
 CONSTRUCTORS = {
@@ -139,7 +143,8 @@ def describe_error(error: BaseException) -> str:
         message = str(error).strip()
     except Exception:  # user code: an exception that cannot be printed
         message = "(its message cannot be printed)"
-    text = ": ".join([type(error).__name__, *message.splitlines()[:1]])
+    first_line = truncate(message.partition("\n")[0], MAX_MESSAGE_CHARS)
+    text = ": ".join(filter(None, (type(error).__name__, first_line)))
     record = re.match(r"(\w+)\.__init__\(\)", message)
     fix = ""
     if isinstance(error, TypeError) and record and record[1] in CONSTRUCTORS:
@@ -153,7 +158,7 @@ def format_trace(error: BaseException) -> str:
     package = str(Path(__file__).parent)
     frames = [frame for frame in lines.stack if not frame.filename.startswith(package)]
     lines.stack = traceback.StackSummary.from_list(frames)
-    return "".join(lines.format())
+    return "".join(truncate(line.rstrip("\n"), MAX_MESSAGE_CHARS) + "\n" for line in lines.format())
 
 
 def find_place(error: BaseException) -> str:
