@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import html
 import json
+import lzma
 import os
 import shutil
 import subprocess
@@ -171,6 +172,8 @@ FOREIGN = {
     "gzip": (gzip.compress(b'{"prompt": "Hi."}\n'), "the file is compressed by gzip"),
     "zip": (b"PK\x03\x04", "the file is a ZIP archive"),
     "Parquet": (b"PAR1abc", "the file is a Parquet file"),
+    "xz": (lzma.compress(b'{"prompt": "Hi."}\n'), "the file is compressed by xz"),
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
     "UTF-16": ('{"prompt": "Hi."}\n'.encode("utf-16"), "the file is UTF-16 text"),
     "an array": (b'[{"prompt": "Hi."}]\n', "a JSON array becomes lines with `jq -c .[]`"),
     "an array of lines": (b'[\n{"prompt": "Hi."}\n]\n', "a JSON array becomes lines with `jq"),
