@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -28,6 +30,15 @@ if TYPE_CHECKING:
     from courtside.runtime import Runtime
 
 
+@contextmanager
+def _keep_output() -> Iterator[None]:
+    """User code may put something else in place of the standard streams and leave it there, as
+    `redirect_stdout` in two threads does."""
+    with redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
+        yield
+
+
+@_keep_output()
 def train(
     recipe: Recipe | Pipeline | str | Path,
     folder: str | Path | None = None,
@@ -92,6 +103,7 @@ def write_report(run: str | Path) -> Path:
     return write_report(folder, differences=compare_evaluations(folder), decode=decode)
 
 
+@_keep_output()
 def show(recipe: Recipe | str | Path) -> Preview:
     """What a recipe would train on, as tokens: no weights are loaded and nothing is trained.
 
@@ -103,6 +115,7 @@ def show(recipe: Recipe | str | Path) -> Preview:
     return make_preview(_load(recipe))
 
 
+@_keep_output()
 def evaluate_student(
     recipe: Recipe | str | Path | None = None,
     *,
@@ -285,6 +298,7 @@ def serving_command(
     )
 
 
+@_keep_output()
 def rescore(
     run: str | Path,
     overrides: Sequence[str] = (),

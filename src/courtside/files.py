@@ -35,8 +35,12 @@ def require_regular_file(path: Path) -> None:
 FOREIGN = (
     (b"\x1f\x8b", "compressed by gzip"),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
+    (b"BZh", "compressed by bzip2"),
+    (b"\xfd7zXZ", "compressed by xz"),
     (b"PK\x03\x04", "a ZIP archive"),
     (b"PAR1", "a Parquet file"),
+    (b"ARROW1", "an Arrow file"),
+    (b"version https://git-lfs", "a pointer of Git LFS (`git lfs pull` fetches what it leads to)"),
     (b"\xff\xfe", "UTF-16 text"),
     (b"\xfe\xff", "UTF-16 text"),
 )

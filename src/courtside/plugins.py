@@ -6,19 +6,26 @@ The module is installed, or lies in the folder where the command runs.
 from __future__ import annotations
 
 import inspect
+import math
+import os
 import re
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 from courtside.errors import UserError
+from courtside.sanitize import truncate
 
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 """Folders of the standard library and of installed packages."""
+
+MAX_MESSAGE_CHARS = 2000
+"""Of an exception: some hold the whole text that could not be parsed."""
 
 PluginKind = Literal["class", "function"]
 CONSTRUCTORS = {
@@ -106,7 +113,7 @@ def _import(name: str, where: str, error: type[UserError]) -> Any:
     if folder not in sys.path:  # last: a user's file must not shadow an installed module
         sys.path.append(folder)
     try:
-        return import_module(name)
+        module = import_module(name)
     except ModuleNotFoundError as problem:
         missing = problem.name or name
         if name == missing or name.startswith(f"{missing}."):
@@ -126,9 +133,24 @@ def _import(name: str, where: str, error: type[UserError]) -> Any:
         raise
     except BaseException as problem:  # user code, also sys.exit and cancelled tasks
         raise error(f"{where}: importing {name!r} {describe_error(problem)}") from problem
+    if (actual := os.getcwd()) != folder:
+        os.chdir(folder)
+        raise error(
+            f"{where}: importing {name!r} changed the working directory to {actual!r}, and paths "
+            "of the run are relative to it. Use absolute paths there"
+        )
+    return module
 
 
-# ── what user code raised ────────────────────────────────────────────────────────────────────────
+# ── what user code returned and raised ────────────────────────────────────────────────────────────
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Any real number that a float holds, also of numpy."""
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an int
+        return False
 
 
 def describe_error(error: BaseException) -> str:
@@ -139,7 +161,8 @@ def describe_error(error: BaseException) -> str:
         message = str(error).strip()
     except Exception:  # user code: an exception that cannot be printed
         message = "(its message cannot be printed)"
-    text = ": ".join([type(error).__name__, *message.splitlines()[:1]])
+    first_line = truncate(message.partition("\n")[0], MAX_MESSAGE_CHARS)
+    text = ": ".join(filter(None, (type(error).__name__, first_line)))
     record = re.match(r"(\w+)\.__init__\(\)", message)
     fix = ""
     if isinstance(error, TypeError) and record and record[1] in CONSTRUCTORS:
@@ -153,7 +176,7 @@ def format_trace(error: BaseException) -> str:
     package = str(Path(__file__).parent)
     frames = [frame for frame in lines.stack if not frame.filename.startswith(package)]
     lines.stack = traceback.StackSummary.from_list(frames)
-    return "".join(lines.format())
+    return "".join(truncate(line.rstrip("\n"), MAX_MESSAGE_CHARS) + "\n" for line in lines.format())
 
 
 def find_place(error: BaseException) -> str:

@@ -42,6 +42,9 @@ def train_run(
     `ranks`: the processes that train it together; all of them call this.
     """
     with ExitStack() as stack:
+        # A caller may have switched them off around this call.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         run: Run | Follower
         with ranks.share_failures():
             observers = open_observers(recipe.run, console, path, rank=ranks.rank)

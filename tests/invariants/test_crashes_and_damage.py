@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import html
 import json
+import lzma
 import os
 import shutil
 import subprocess
@@ -13,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.small_runs import small_recipe, small_tree, write_jsonl
 from typer.testing import CliRunner, Result
 
-from courtside.api import train
+from courtside.api import rescore, train
 from courtside.cli.app import app
 from courtside.errors import TaskError
 from courtside.report.folder import toml
+from courtside.report.folder.folder import RunFolder
 from courtside.tasks import base
 from courtside.tasks.graders import grade
 from courtside.tasks.parsing import read_jsonl_tasks
@@ -105,7 +108,36 @@ def test_leaving_the_working_directory_is_a_fault(folder: Path) -> None:
     shutil.rmtree(folder / "run")
     done = run_process(folder, "")
     assert done.returncode == 2
-    assert "importing the module or making the class changed the working d" in done.stderr
+    assert "importing 'stray_world' changed the working directory to '/'" in done.stderr
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modes_of_the_caller_are_not_those_of_the_run(
+    trained: Path, tmp_path: Path, mode: Any
+) -> None:
+    recipe = RunFolder.read(trained).recipe()
+    with mode():
+        run = train(recipe, tmp_path / "run", quiet=True)
+    assert [row["kl"] for row in run.metrics()] == [
+        row["kl"] for row in RunFolder.read(trained).metrics()
+    ]
+    with torch.no_grad():
+        assert len(rescore(trained, ["losses.0.divergence=forward_kl"], quiet=True)) == 1
+
+
+def test_what_a_module_switches_off_is_on_again(folder: Path) -> None:
+    lines = "import sys, torch\ntorch.set_grad_enabled(False)\nsys.stdout = sys.stderr = None\n"
+    (folder / "stray_world.py").write_text(lines + WORLD)
+    done = run_process(folder, "")
+    assert done.returncode == 0, done.stderr
+    assert "step 1/1" in done.stdout and "Report: run/report.html" in done.stdout
+
+
+def test_an_exception_of_megabytes_is_cut(folder: Path) -> None:
+    """Those of parsers hold what could not be parsed."""
+    done = run_process(folder, "raise ValueError(10**6 * 'x' + 'end')")
+    assert done.returncode == 1 and "raised ValueError: xxx" in done.stderr
+    assert len(done.stderr) < 10_000
 
 
 # ── tasks ────────────────────────────────────────────────────────────────────────────────────────
@@ -140,6 +172,8 @@ FOREIGN = {
     "gzip": (gzip.compress(b'{"prompt": "Hi."}\n'), "the file is compressed by gzip"),
     "zip": (b"PK\x03\x04", "the file is a ZIP archive"),
     "Parquet": (b"PAR1abc", "the file is a Parquet file"),
+    "xz": (lzma.compress(b'{"prompt": "Hi."}\n'), "the file is compressed by xz"),
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
     "UTF-16": ('{"prompt": "Hi."}\n'.encode("utf-16"), "the file is UTF-16 text"),
     "an array": (b'[{"prompt": "Hi."}]\n', "a JSON array becomes lines with `jq -c .[]`"),
     "an array of lines": (b'[\n{"prompt": "Hi."}\n]\n', "a JSON array becomes lines with `jq"),
@@ -227,6 +261,14 @@ DAMAGE = {
     "a metric that no float holds": (
         append("metrics.jsonl", {"step": 1, "kl": 10**400}),
         "`kl` is no number",
+    ),
+    "a step twice": (
+        append("metrics.jsonl", {"step": 0, "kl": 1.0}),
+        "metrics.jsonl, line 2: `step` = 0 stands after 0",
+    ),
+    "costs without end": (
+        lambda run: (run / "costs.json").write_text("[" * 10**5),
+        "costs.json: not valid JSON",
     ),
     "a step beyond all": (append("metrics.jsonl", {"step": 10**20}), "no `step` with a whole n"),
     "an evaluation of something else": (

@@ -89,6 +89,15 @@ def test_next_to_a_good_one_useless_hints_are_noted(
         raise RecipeError(note)
 
 
+def test_a_last_line_that_is_cut_off_is_told(bare_folder: Path, tmp_path: Path) -> None:
+    """It may be one that is being written, and as well a typing error."""
+    recipe = hint_recipe(bare_folder, tmp_path, GOOD)
+    with (tmp_path / "hints.jsonl").open("a") as file:
+        file.write(json.dumps(GOOD | {"turn": 3})[:-1])
+    (note,) = check_inputs(recipe).notes
+    assert "hints.jsonl: the last line is no JSON and has no line break" in note
+
+
 def test_a_hint_longer_than_the_context_is_told(bare_folder: Path, tmp_path: Path) -> None:
     reader = {"kind": "human", "path": str(tmp_path / "hints.jsonl"), "max_chars": 10**6}
     recipe = hint_recipe(bare_folder, tmp_path, GOOD | {"text": "x" * 600}, reader=reader)

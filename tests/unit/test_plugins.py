@@ -42,6 +42,11 @@ def text(response, task): return "good"
 def nan(response, task): return float("nan")
 def negative(response, task): return -0.5
 def infinite(response, task): return float("inf")
+def huge(response, task): return 10**400
+def moves(response, task):
+    import os
+    os.chdir("/")
+    return 1.0
 def wrong_grade(response, task): return Grade(score=2.0, passed=True, feedback="")
 def wrong_passed(response, task): return Grade(score=1.0, passed=1, feedback="")
 def wrong_feedback(response, task): return Grade(score=1.0, passed=True, feedback=None)
@@ -291,6 +296,7 @@ def test_graders_that_cannot_be_called(user_folder: Path, path: str, message: st
         ("text", "returned str"),
         ("nan", "finite number"),
         ("infinite", "finite number"),
+        ("huge", "finite number"),
         ("wrong_passed", "`passed` is no bool"),
         ("wrong_feedback", "`feedback` is no text"),
     ],
@@ -309,6 +315,18 @@ def test_a_grader_that_raises_is_reported_once(user_folder: Path) -> None:
     assert len(caught) == 1 and "Traceback" in str(caught[0].message)
     assert [g and g.error for g in grades] == ["KeyError: 'no a'", "KeyError: 'no b'"]
     assert all(g is not None and g.score == 0 and not g.feedback for g in grades)
+
+
+def test_a_grader_cannot_move_the_run(user_folder: Path) -> None:
+    """Its folder may be relative."""
+    with pytest.warns(UserWarning, match="changed the working directory"):
+        result = grade(make_task(grader="mine:moves"), "a")
+    assert result is not None and "changed the working directory" in str(result.error)
+    assert Path.cwd() == user_folder
+    (user_folder / "mover.py").write_text("import os\nos.chdir('/')\ndef grade(r, t): return 1.0\n")
+    with pytest.raises(TaskError, match="importing 'mover' changed the working directory to '/'"):
+        load_grader("mover:grade")
+    assert Path.cwd() == user_folder
 
 
 @pytest.mark.parametrize("name", ["sleeps", "backtracks"])

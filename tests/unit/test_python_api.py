@@ -296,6 +296,18 @@ CALLS: dict[str, tuple[Any, str]] = {
         "export: dtype = 'int8'; use one of ['float32', 'bfloat16', 'float16']",
     ),
     "export push": (lambda: courtside.export("x", "y", push=True), "export: push = True; give a r"),
+    "overrides": (
+        lambda: courtside.load_recipe("shared-rule", [3]),
+        "overrides = [3]; give a list of texts, each section.key=value",
+    ),
+    "overrides of a pipeline": (
+        lambda: courtside.load_pipeline("continual", None),
+        "overrides = None; give a list of texts",
+    ),
+    "console": (
+        lambda: courtside.train("shared-rule", "x", console="rich"),
+        "console = 'rich'; give a courtside.report.console.RunConsole",
+    ),
     "show": (lambda: courtside.show([]), "show: recipe = []; give a Recipe, a TOML file as str"),
     "rescore": (lambda: courtside.rescore(5), f"rescore: run = 5; give {RUN}"),
     "rescore steps": (

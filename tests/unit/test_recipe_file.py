@@ -9,7 +9,7 @@ import pytest
 
 from courtside.errors import RecipeError
 from courtside.recipe import Recipe
-from courtside.recipe.load import load_recipe
+from courtside.recipe.load import load_recipe, parse_recipe
 
 TEXT = """
 [student]
@@ -113,6 +113,21 @@ def test_files_that_cannot_be_read_say_so(tmp_path: Path) -> None:
     broken.write_text("[student\n")
     with pytest.raises(RecipeError, match=r"broken\.toml: not valid TOML: .*line 1"):
         load_recipe(broken)
-    broken.write_bytes(b"\xff\xfe")
-    with pytest.raises(RecipeError, match=r"broken\.toml: not valid TOML"):
-        load_recipe(broken)
+    for content in (b"\xff\xfe", b"a = " + b"[" * 5000, b"seed = " + b"9" * 5000):
+        broken.write_bytes(content)
+        with pytest.raises(RecipeError, match=r"broken\.toml: not valid TOML"):
+            load_recipe(broken)
+
+
+def test_trees_from_python_that_are_no_json() -> None:
+    endless: dict[str, Any] = {}
+    endless["tasks"] = endless
+    for tree in (endless, {("a", "b"): 1}, {"seed": 10**5000}):
+        with pytest.raises(RecipeError, match="recipe: cannot be written as JSON"):
+            parse_recipe(tree)  # type: ignore[arg-type]
+
+
+def test_an_unknown_key_of_megabytes_is_cut() -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe({"k" * 10**6: 1})
+    assert len(str(caught.value)) < 1000

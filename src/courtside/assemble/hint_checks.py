@@ -66,11 +66,17 @@ def _check_hints_file(
     context_length: int,
 ) -> tuple[list[str], int]:
     """Notes, and the number of hints that can train."""
-    hints, _ = HumanReader(config).read
+    hints, skipped = HumanReader(config).read
+    unfinished = [
+        f"{config.path}: the last line is no JSON and has no line break, as if it were still being "
+        "written, and is left out until it is complete"
+    ]
+    unfinished = unfinished if skipped else []
     if not hints:
         return [
             f"reader.path = {str(config.path)!r}: the file holds no hint. Write one, as with "
-            "`courtside view RUN`"
+            "`courtside view RUN`",
+            *unfinished,
         ], 0
     targets = HintTargets(
         turns=_hintable_turns(tasks) if recipe.tasks.is_recorded else None,
@@ -90,7 +96,7 @@ def _check_hints_file(
     num_unnamed = len(problems) - MAX_NOTES
     more = [f"{config.path}: and {num_unnamed} more hints that cannot train"]
     more = more if num_unnamed > 0 else []
-    return [*problems[:MAX_NOTES], *more], len(hints) - len(problems)
+    return [*problems[:MAX_NOTES], *more, *unfinished], len(hints) - len(problems)
 
 
 def _make_splice_check(

@@ -126,7 +126,7 @@ def _parse_sharegpt(fields: Mapping[str, Any], where: str) -> Message:
         )
     try:
         calls = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         calls = None
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, Mapping) for call in calls):
@@ -182,7 +182,7 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
         )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(json.JSONDecodeError):  # invalid arguments stay as they were sent
+        with suppress(ValueError, RecursionError):  # invalid arguments stay as they were sent
             arguments = json.loads(arguments)
     id = call.get("id")
     return {
@@ -197,7 +197,7 @@ def parse_tools(tools: Any, where: str) -> str:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TaskError(f"{where}: `tools` is no JSON ({error}); write a list") from None
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise TaskError(f"{where}: `tools` must be a list of tool schemas")

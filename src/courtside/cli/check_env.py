@@ -99,6 +99,9 @@ def _read_target(target: str, overrides: list[str]) -> tuple[TasksConfig, Limits
         return parse_tasks_section({"kind": "environment", "path": target}, overrides), (
             LimitsConfig()
         )
+    if target.endswith(".py"):
+        module = target.removesuffix(".py").replace("/", ".")
+        raise UserError(f"{target}: is a file. Give module and class, as in {module}:Class")
     recipe = load_recipe(find_recipe(target), overrides)
     if not recipe.tasks.is_environment:
         raise UserError(

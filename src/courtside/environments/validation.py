@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from numbers import Real
 from typing import Any, get_args
 
 from courtside.chat.api_messages import parse_tools
 from courtside.errors import TaskError
+from courtside.plugins import is_finite_number
 from courtside.types import Event, Grade, Message, Observation, Split, Task
 
 DECISION = re.compile(r"\w{1,40}(?:/\w{1,40}){0,3}", re.ASCII)
@@ -136,7 +135,7 @@ def validate_grade(value: object) -> Grade:
     if not isinstance(value, Grade):
         raise InvalidValue(f"returned {_a(value)}; return courtside.types.{GRADE}")
     score = value.score
-    if isinstance(score, bool) or not isinstance(score, Real) or not math.isfinite(score):
+    if isinstance(score, bool) or not is_finite_number(score):
         raise InvalidValue(f"Grade.score = {score!r}; use a finite number from 0 to 1")
     if not 0 <= score <= 1:
         raise InvalidValue(f"Grade.score = {score!r}, which is outside of [0, 1]; scale it")

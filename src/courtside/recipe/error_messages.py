@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from courtside.recipe import Recipe
 from courtside.recipe.base import RefusedValue
 from courtside.recipe.schema import field_type, is_section, sections_by_kind, union_members, unwrap
+from courtside.sanitize import truncate
 
 Problem = Mapping[str, Any]
 """One of `ValidationError.errors()`."""
@@ -29,6 +30,7 @@ TYPE_MESSAGES = {
     "bool_type": "must be true or false",
     "tuple_type": "must be a list",
 }
+MAX_KEY_CHARS = 100
 WITHOUT_INPUT = {
     "value_error", "missing", "too_short", "too_long", "extra_forbidden", "union_tag_invalid",
     "union_tag_not_found",
@@ -74,7 +76,8 @@ def locate(loc: Sequence[int | str], root: type[BaseModel] = Recipe) -> Location
         else:
             section, siblings, entered = unwrap(current), entered, {}
             current = field_type(current, key)
-            path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
+            name = truncate(str(key), MAX_KEY_CHARS)
+            path += f"[{key}]" if isinstance(key, int) else f".{name}" if path else name
     return Location(
         path=path,
         type=unwrap(current),

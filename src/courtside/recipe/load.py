@@ -35,8 +35,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Values are TOML, or strings without quotes; entries of lists are addressed by index, as in
     `losses.0.weight=2`; `section.key=null` removes a key or an entry.
     """
-    if isinstance(overrides, str):
-        raise RecipeError(f"overrides = {overrides!r} is one text; give a list of them")
+    require_overrides(overrides)
     path = find_recipe(str(require_path(path, "load_recipe: path", RECIPE_PATH)))
     tree = read_tree(path)
     for override in overrides:
@@ -51,6 +50,16 @@ def require_path(value: object, where: str, what: str) -> Path:
     return Path(value)
 
 
+def require_overrides(overrides: object) -> None:
+    if isinstance(overrides, str):
+        raise RecipeError(f"overrides = {overrides!r} is one text; give a list of them")
+    if not isinstance(overrides, Sequence) or not all(isinstance(text, str) for text in overrides):
+        raise RecipeError(
+            f"overrides = {truncate(repr(overrides), 60)}; give a list of texts, each "
+            "section.key=value"
+        )
+
+
 def parse_recipe(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
     """Validate a plain tree; a RecipeError lists all problems, each with its field."""
     if not isinstance(tree, Mapping):
@@ -61,7 +70,12 @@ def parse_recipe(tree: Mapping[str, Any], *, name: str = "recipe") -> Recipe:
             "train` runs a pipeline; give one of the recipes in its stages"
         )
     # From JSON, strict validation still accepts a list for a tuple and a string for a path.
-    text = json.dumps(tree, default=_to_plain)
+    try:
+        text = json.dumps(tree, default=_to_plain)
+    except RecipeError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:  # of a tree from Python
+        raise RecipeError(f"{name}: cannot be written as JSON ({error})") from None
     try:
         return Recipe.model_validate_json(text, strict=True)
     except ValidationError as error:
@@ -97,7 +111,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also an integer of 5,000 digits
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -160,7 +174,7 @@ def _child(node: Any, name: str, *, where: str, override: str) -> Any:
 def _parse_value(text: str) -> Any:
     try:
         tree = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     # A line break in the text could add keys; then it is a string.
     return tree["value"] if tree.keys() == {"value"} else text

@@ -18,7 +18,14 @@ from pydantic import ValidationError
 from courtside.errors import RecipeError
 from courtside.recipe.base import Section
 from courtside.recipe.builtin import find_recipe
-from courtside.recipe.load import apply_override, parse_recipe, read_tree
+from courtside.recipe.load import (
+    RECIPE_PATH,
+    apply_override,
+    parse_recipe,
+    read_tree,
+    require_overrides,
+    require_path,
+)
 from courtside.recipe.pipeline_sections import (
     SECTION_NAMES,
     GateConfig,
@@ -120,7 +127,8 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
 
     Overrides change the file: `stages.NAME.train.steps=10`, or `base.train.steps=10`.
     """
-    file = find_recipe(str(path))
+    file = find_recipe(str(require_path(path, "load_pipeline: path", RECIPE_PATH)))
+    require_overrides(overrides)
     tree = read_tree(file)
     for override in overrides:
         apply_override(tree, _address_by_index(tree, override))

@@ -332,6 +332,8 @@ def choose_console(console: RunConsole | None, *, quiet: bool) -> RunConsole:
 
     Results of a program stay alone on its standard output; notebooks show both, one in red.
     """
+    if not isinstance(console, RunConsole | None):
+        raise UserError(f"console = {console!r}; give a courtside.report.console.RunConsole")
     if console is not None:
         if quiet:
             raise UserError("quiet=True and console=…: give one of the two")

@@ -270,9 +270,13 @@ class EpisodeRollout:
         if finished:
             turns = [t.role == "assistant" for episode in finished for t in episode.turns]
             self._expected_turns = sum(turns) / len(finished)
-        if limit := turn_limit or self._expected_turns:
+        if limit := self._known_limit(turn_limit) or self._expected_turns:
             shares = [min(s.num_assistant_turns / limit, 1.0) for s in running if s.stop is None]
             progress.partial = sum(shares)
+
+    def _known_limit(self, turn_limit: int | None) -> int | None:
+        """Of the turns of every episode: the recipe's, or what the environment's settings tell."""
+        return min((n for n in (turn_limit, self.max_turns) if n is not None), default=None)
 
     def _row_capacity(
         self, requests: Sequence[EpisodeRequest], sampling: Sampling, turn_limit: int | None
@@ -282,8 +286,7 @@ class EpisodeRollout:
             len(request.prompt_ids or self.template.render_prompt(request.task.messages).token_ids)
             for request in requests
         )
-        turn_limits = [n for n in (turn_limit, self.max_turns) if n is not None]
-        turns = min(turn_limits, default=EXPECTED_TURNS)
+        turns = self._known_limit(turn_limit) or EXPECTED_TURNS
         # What the environment says after the last turn is not processed.
         expected = longest_prompt + turns * sampling.max_new_tokens
         expected += (turns - 1) * EXPECTED_OBSERVATION

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from courtside.environments.validation import MAX_ID_CHARS
 from courtside.errors import TaskError
 from courtside.files import JsonLineError, parse_json_lines, read_regular_file
 from courtside.hashing import split_of, task_id
@@ -163,6 +164,11 @@ def parse_id(where: str, fields: Mapping[str, Any]) -> str | None:
     id = _text(where, fields, "id")
     if id is not None and not id.strip():
         raise TaskError(f"{where}: `id` is empty; write one, or leave it out")
+    if id is not None and (len(id) > MAX_ID_CHARS or not id.isprintable()):
+        raise TaskError(
+            f"{where}: `id` has more than {MAX_ID_CHARS} characters, or one that cannot be "
+            "printed; shorten it, or leave it out"
+        )
     return id
 
 

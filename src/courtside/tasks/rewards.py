@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any
 
 from courtside.environments.guard import TimedOut
 from courtside.errors import RecipeError, RunError, TaskError
-from courtside.plugins import load_plugin
+from courtside.plugins import is_finite_number, load_plugin
 from courtside.recipe.rewards import CustomReward, FormatReward, LengthReward, Reward
 from courtside.tasks.user_graders import (
     MAX_CONSECUTIVE_TIMEOUTS,
@@ -123,7 +121,7 @@ class GuardedReward:
             self._report_once(f"{self.label} raised on task {task}", traceback.format_exc())
             return None
         self.num_timeouts = 0
-        if not isinstance(value, Real) or not math.isfinite(value):
+        if not is_finite_number(value):
             raise RunError(
                 f"{self.label} returned {value!r} on task {task}; return a finite number"
             )

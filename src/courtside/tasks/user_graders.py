@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import traceback
 import warnings
 from collections.abc import Callable
@@ -14,10 +15,10 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, TypeVar
 
-from courtside.environments.guard import TimedOut, begin
+from courtside.environments.guard import TimedOut, begin, return_to_folder
 from courtside.errors import RunError, TaskError
 from courtside.interrupts import can_interrupt, time_limit
-from courtside.plugins import check_import_path, load_plugin
+from courtside.plugins import check_import_path, is_finite_number, load_plugin
 from courtside.types import Grade, Task
 
 T = TypeVar("T")
@@ -127,23 +128,28 @@ def run_interruptibly(call: Callable[[], T], seconds: float) -> T:
     In the main thread by a signal, which also interrupts a regular expression, and leaves the
     grader in the thread where libraries with time limits of their own (math-verify) work.
     """
-    if not can_interrupt():
-        return begin(call, seconds)()
-    with time_limit(seconds, TimedOut):
-        return call()
+    folder = os.getcwd()
+    try:
+        if not can_interrupt():
+            return begin(call, seconds)()
+        with time_limit(seconds, TimedOut):
+            return call()
+    finally:
+        return_to_folder(folder)
 
 
 def _validate_result(result: Any, path: str, task: Task) -> Grade:
     if isinstance(result, Grade):
         grade = result
     elif isinstance(result, Real):  # bool and numpy scalars are real numbers, too
-        grade = Grade(score=float(result), passed=float(result) == 1.0, feedback="")
+        score = float(result) if is_finite_number(result) else math.nan
+        grade = Grade(score=score, passed=score == 1.0, feedback="")
     else:
         raise RunError(
             f"grader {path!r} returned {type(result).__name__} on task {task.id}; return a Grade, "
             "True or False, or a score from 0 to 1"
         )
-    if not isinstance(grade.score, Real) or not math.isfinite(grade.score):
+    if not is_finite_number(grade.score):
         raise RunError(
             f"grader {path!r} returned score {grade.score!r} on task {task.id}; return a finite "
             "number from 0 to 1"

@@ -51,6 +51,7 @@ class ShardedStudent(Student):
         self.batch = sorted(records, key=lambda s: s.trajectory.id)
         return super().make_terms(self.batch)
 
+    @torch.enable_grad()
     def accumulate(
         self,
         step: int,

@@ -130,6 +130,7 @@ class Student:
             recipe.losses, recipe.loss_names(), scored, rewards=rewards, route_of=recipe.route_of
         )
 
+    @torch.enable_grad()  # a module of the user may have switched them off when it was imported
     def accumulate(
         self,
         step: int,

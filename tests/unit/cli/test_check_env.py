@@ -158,6 +158,7 @@ def test_the_toolbox_and_the_example_are_clean(
         (["worlds:Good", "setings.x=1"], "tasks.setings"),
         (["worlds:Good", "settings.level"], "write it as section.key=value"),
         (["worlds.py:Good"], "names a file"),
+        (["worlds.py"], "worlds.py: is a file. Give module and class, as in worlds:Class"),
         (["shared-rule"], "tasks.kind = 'instructions' is no environment"),
         (["nothing"], "nothing"),
     ],

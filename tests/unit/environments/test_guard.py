@@ -150,6 +150,7 @@ GRADES: list[tuple[Callable[[], Any], str]] = [
     (lambda: True, "grade(): returned a bool"),
     (lambda: float("nan"), "grade(): returned a float"),
     (lambda: Grade(score=float("nan"), passed=True), "Grade.score = nan; use a finite number"),
+    (lambda: Grade(score=10**400, passed=True), "; use a finite number from 0 to 1"),
     (lambda: Grade(score=7, passed=True), "Grade.score = 7, which is outside of [0, 1]; scale it"),
     (lambda: Grade(score=-0.1, passed=True), "Grade.score = -0.1, which is outside"),
     (lambda: Grade(score="1", passed=True), "Grade.score = '1'; use a finite"),  # type: ignore[arg-type]

@@ -236,6 +236,8 @@ def test_steps_without_trajectories_say_which_have_some(folder, batch, update):
     record(folder, 0, batch, update)
     with pytest.raises(UserError, match="stored are 1 steps, 0 to 0"):
         folder.trajectories(1)
+    with pytest.raises(UserError, match="step = '0'; give an int"):
+        folder.trajectories("0")
 
 
 def test_a_newer_schema_is_refused(folder, batch, update, evaluation, monkeypatch):

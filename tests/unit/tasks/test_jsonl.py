@@ -103,6 +103,8 @@ def test_byte_order_marks_and_odd_separators_are_no_lines(tmp_path: Path) -> Non
         ({"prompt": "a", "grader": "exact"}, "`answer`, which the task lacks"),
         ({"prompt": "a", "grader_args": {"b": 1}}, "without a `grader`"),
         ({"prompt": "a", "split": "dev"}, "split = 'dev' is not known; use one of"),
+        ({"prompt": "a", "id": "\u202eb"}, "`id` has .* one that cannot be printed"),
+        ({"prompt": "a", "id": "b" * 201}, "`id` has more than 200 characters"),
         ('{"prompt": "\\ud800"}', "surrogate"),
     ],
 )  # fmt: skip

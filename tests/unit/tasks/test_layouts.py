@@ -140,6 +140,8 @@ def test_sharegpt_with_system_tools_and_calls(tmp_path: Path) -> None:
          r"function_call is the format before tool_calls"),
         ({"messages": [USER], "tools": [{"type": "function"}]}, r"tools\[0\] must be a schema"),
         ({"messages": [USER], "tools": "weather"}, "`tools` is no JSON"),
+        ({"messages": [USER], "tools": "[" * 10**5}, "`tools` is no JSON"),
+        ({"conversations": [{"from": "function_call", "value": "[" * 10**5}]}, "must be JSON with"),
         ({"messages": [USER], "parallel_tool_calls": "no"}, "must be true or false"),
         ({"messages": [USER], "functions": []}, "unknown key 'functions'"),
         ({"messages": [USER], "conversations": []}, "both `messages` and `conversations`"),

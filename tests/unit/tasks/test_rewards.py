@@ -32,6 +32,7 @@ def scaled(trajectory, *, factor): return factor * trajectory.num_completion_tok
 def nothing(): return 1.0
 def text(trajectory): return "good"
 def infinite(trajectory): return float("inf")
+def huge(trajectory): return 10**400
 def raises_on_long(trajectory):
     if trajectory.num_completion_tokens > 3:
         raise KeyError("too long")
@@ -135,7 +136,7 @@ def test_a_function_that_does_not_fit_is_refused_before_the_run(
         load(kind="custom", path=path, settings=settings)
 
 
-@pytest.mark.parametrize("name", ["text", "infinite"])
+@pytest.mark.parametrize("name", ["text", "infinite", "huge"])
 def test_anything_but_a_finite_number_stops_the_run(name: str) -> None:
     with pytest.raises(RunError, match=rf"my_reward_module:{name}.*return a finite number"):
         load(kind="custom", path=f"my_reward_module:{name}")(make_trajectory())

@@ -107,7 +107,7 @@ def read_lines(path: Path, required: str | None = None, *, numbers_only: bool = 
     """All rows; none if there is no file. A last line that was cut off does not count.
 
     `required`: a key with a whole number, which every row must have. `numbers_only`: all values are
-    numbers or null.
+    numbers or null, and the required one increases: a row twice would be counted twice.
     """
     if not path.exists():
         return []
@@ -131,6 +131,9 @@ def read_lines(path: Path, required: str | None = None, *, numbers_only: bool = 
             raise _changed(path, number, f"no `{required}` with a whole number")
         if numbers_only and (key := _find_non_number(row)) is not None:
             raise _changed(path, number, f"`{key}` is no number")
+        if numbers_only and required is not None and rows and row[required] <= rows[-1][required]:
+            order = f"{row[required]} stands after {rows[-1][required]}"
+            raise _changed(path, number, f"`{required}` = {order}")
         rows.append(row)
     return rows
 

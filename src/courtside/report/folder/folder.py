@@ -233,6 +233,8 @@ class RunFolder(LockedFolder):
 
     def stored_file(self, step: int) -> Path:
         """The Parquet file of a step's trajectories; a UserError if the step was not stored."""
+        if not isinstance(step, int):
+            raise UserError(f"step = {step!r}; give an int")
         path = self._trajectory_file(step)
         if not os.path.lexists(path):  # a link that leads nowhere is there, and cannot be read
             stored = self.trajectory_steps()
@@ -372,7 +374,7 @@ class RunFolder(LockedFolder):
             return {}
         try:
             tree = json.loads(read_regular_file(path))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: not valid JSON ({error}). Remove the file") from None
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from None

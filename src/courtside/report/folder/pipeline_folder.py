@@ -138,7 +138,14 @@ class PipelineFolder(LockedFolder):
                 raise UserError(f"{path}: written by a newer courtside. Update courtside")
             gate = tree.pop("gate")
             return StageRecord(**tree, gate=None if gate is None else GateDecision(**gate))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(
@@ -174,7 +181,7 @@ class PipelineFolder(LockedFolder):
             return {}
         try:
             state: dict[str, Any] = json.loads(read_regular_file(path))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: damaged ({error}). Restore it from a copy") from None
         return state
 
