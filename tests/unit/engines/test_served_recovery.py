@@ -211,6 +211,42 @@ def test_a_hung_server_is_named_at_the_start(
     go_on()
 
 
+def test_a_run_starts_without_a_server_that_joins_later(
+    servers: list[VllmStandIn], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = servers
+    first.fault = lambda n, path, body: None
+    engine = make_engine(first.url, second.url)
+    assert f"{first.url} is left alone" in caplog.text
+    sync = make_sync(engine, tmp_path, lambda: -1.0)
+    weights = sync.publish(0)
+    sample_with(engine, weights.name, 4)
+    asked = [path for path, _ in first.bodies]
+    assert set(asked) == {"/v1/models"}, "nothing else before it has answered"
+    first.fault = lambda n, path, body: "none"
+    deadline = time.monotonic() + 5
+    while not first.adapters and time.monotonic() < deadline:
+        sample_with(engine, weights.name, 8)
+    assert set(first.adapters) == {weights.name}
+    joined = [path for path, _ in first.bodies][len(asked) :]
+    assert joined.index("/version") < joined.index(LOAD), "asked what it can do, then used"
+    engine.pool.close()
+
+
+def test_a_server_that_joins_with_less_than_the_others_stops_the_run(
+    servers: list[VllmStandIn],
+) -> None:
+    first, second = servers
+    first.fault = lambda n, path, body: None
+    engine = make_engine(first.url, second.url)
+    fewer = respond({"error": {"message": "greater than max allowed: 5"}}, 400)
+    first.fault = lambda n, path, body: fewer if "1000000" in str(body) else "none"
+    with pytest.raises(ServerError, match=f"{first.url} did not answer .*max_logprobs = 5, not 20"):
+        for _ in range(200):
+            engine.sample(requests(8), SAMPLING)
+            time.sleep(0.02)
+
+
 def test_who_is_left_alone_and_who_is_back_is_said_once(
     servers: list[VllmStandIn], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -58,6 +58,10 @@ class RefusedError(ServerError):
         self.status, self.text = status, text
 
 
+class NoAnswerError(ServerError):
+    """No replica that was asked answers, however often it is asked."""
+
+
 class UnavailableError(Exception):
     """No answer now: worth another try, on this replica later or on another one at once."""
 
@@ -104,6 +108,8 @@ class ReplicaPool:
         self.config, self.field = config, field
         self.first_wait = first_wait
         """Seconds before the second try; doubled each time."""
+        self.check: Callable[[Replica], Awaitable[None]] | None = None
+        """Run on a replica of which it is not known what it can do; raises `UnavailableError`."""
         self.prepare: Callable[[Replica], Awaitable[None]] | None = None
         """Run on a replica before each of its requests: loads what it lacks."""
         self.recover: Callable[[Replica, RefusedError | StaleReplicaError], bool] = (
@@ -251,8 +257,7 @@ class ReplicaPool:
     async def _attempt(self, replica: Replica, request: Request[Answer]) -> Answer:
         """By this replica, of which the caller has a slot; a failure blocks it for a while."""
         try:
-            if self.prepare is not None:
-                await self.prepare(replica)
+            await self.make_ready(replica)
             start = asyncio.get_running_loop().time()
             answer = await self.send(replica, request)
         except UnavailableError as error:
@@ -270,6 +275,14 @@ class ReplicaPool:
         replica.answer_seconds += seconds
         self.hedges.add_answer(request.kind, seconds)
         return answer
+
+    async def make_ready(self, replica: Replica) -> None:
+        """What comes before each request to a replica."""
+        if not replica.is_checked and self.check is not None:
+            await self.check(replica)
+            replica.is_checked = True
+        if self.prepare is not None:
+            await self.prepare(replica)
 
     def report_failure(self, replica: Replica, reason: str, wait: float | None = None) -> None:
         """Others take its work for a while; the first failure in a row is logged."""
@@ -356,8 +369,8 @@ class ReplicaPool:
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
 
-    def _no_answer(self, num_tries: int, last: str) -> ServerError:
-        return ServerError(
+    def _no_answer(self, num_tries: int, last: str) -> NoAnswerError:
+        return NoAnswerError(
             f"{self.field}.urls: no answer after {num_tries} tries, the last to {last}. Check that "
             f"the server runs and can be reached from here, or raise {self.field}.max_retries and "
             f"timeout. {GO_ON}"

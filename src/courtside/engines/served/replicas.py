@@ -21,6 +21,8 @@ prompts it has cached."""
 class Replica(ReplicaCounts):
     slots: asyncio.Semaphore
     """One for each request that may be under way."""
+    is_checked: bool = True
+    """Whether it is known what this replica can do."""
     num_failures: int = 0
     """In a row."""
     loaded: set[str] = field(default_factory=set)

@@ -229,7 +229,7 @@ class WeightSync:
     async def _try_to_prepare(self, replica: Replica) -> bool:
         """Whether it has the current weights now."""
         try:
-            await self._prepare(replica)
+            await self.pool.make_ready(replica)
         except UnavailableError as error:
             self.pool.report_failure(replica, str(error), error.wait)
             return False
