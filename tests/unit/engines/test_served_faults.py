@@ -33,9 +33,10 @@ from support.vllm_stand_in import (
 )
 
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
-from courtside.engines.served.pool import ReplicaPool, Request
+from courtside.engines.served.pool import ReplicaPool
 from courtside.engines.served.probe import probe_servers
 from courtside.engines.served.replicas import choose_replica
+from courtside.engines.served.requests import Request
 from courtside.errors import RecipeError, RunError
 from courtside.progress import ProgressMeter
 from courtside.recipe.server import ServerConfig

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from support.served_engines import SAMPLING, make_engine, make_sync, requests, sample_with
 from support.vllm_stand_in import GENERATE, VllmStandIn, respond
 
-from courtside.engines.served.pool import RefusedError, Request
+from courtside.engines.served.requests import RefusedError, Request
 from courtside.engines.served.shared_folder import LOCK, SharedFolder
 from courtside.errors import RunError, ServerError
 from courtside.ranks import Failure
@@ -221,14 +221,14 @@ def test_a_run_starts_without_a_server_that_joins_later(
     sync = make_sync(engine, tmp_path, lambda: -1.0)
     weights = sync.publish(0)
     sample_with(engine, weights.name, 4)
-    asked = [path for path, _ in first.bodies]
-    assert set(asked) == {"/v1/models"}, "nothing else before it has answered"
+    paths = [path for path, _ in first.bodies]
+    assert set(paths) == {"/v1/models"}, "nothing else before it has answered"
     first.fault = lambda n, path, body: "none"
     deadline = time.monotonic() + 5
     while not first.adapters and time.monotonic() < deadline:
         sample_with(engine, weights.name, 8)
     assert set(first.adapters) == {weights.name}
-    joined = [path for path, _ in first.bodies][len(asked) :]
+    joined = [path for path, _ in first.bodies][len(paths) :]
     assert joined.index("/version") < joined.index(LOAD), "asked what it can do, then used"
     engine.pool.close()
 

@@ -10,7 +10,8 @@ from support.certificates import OPENSSL, make_authority, make_server_context
 from support.vllm_stand_in import VllmStandIn
 
 from courtside.chat.openai_client import OpenAIClient
-from courtside.engines.served.pool import ReplicaPool, Request
+from courtside.engines.served.pool import ReplicaPool
+from courtside.engines.served.requests import Request
 from courtside.errors import RunError, UserError
 from courtside.recipe.endpoint import EndpointConfig
 from courtside.recipe.server import ServerConfig

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from courtside.engines.served.pool import RefusedError, ReplicaPool, Request
+from courtside.engines.served.pool import ReplicaPool
 from courtside.engines.served.replicas import Replica
+from courtside.engines.served.requests import RefusedError, Request
 from courtside.engines.served.shared_folder import SharedFolder
 from courtside.errors import ServerError
 

@@ -25,8 +25,9 @@ from courtside.engines.base import (
 )
 from courtside.engines.generation.sampler import SampleBuffer
 from courtside.engines.served.given_ids import add_given_ids, read_given_logps
-from courtside.engines.served.pool import BadAnswerError, ReplicaPool, Request
+from courtside.engines.served.pool import ReplicaPool
 from courtside.engines.served.probe import ServerFacts
+from courtside.engines.served.requests import BadAnswerError, Request
 from courtside.engines.served.routes import Generated
 from courtside.engines.served.scores import read_scores
 from courtside.errors import ModelError, RecipeError

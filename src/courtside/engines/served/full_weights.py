@@ -12,15 +12,15 @@ from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from courtside.engines.served.pool import (
+from courtside.engines.served.pool import ReplicaPool
+from courtside.engines.served.replicas import Replica
+from courtside.engines.served.requests import (
     GO_ON,
     BadAnswerError,
     RefusedError,
-    ReplicaPool,
     Request,
     UnavailableError,
 )
-from courtside.engines.served.replicas import Replica
 from courtside.engines.served.shared_folder import SharedFolder
 from courtside.errors import ServerError
 from courtside.sanitize import to_one_line, truncate

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from courtside.engines.base import ScoreRequest
-from courtside.engines.served.pool import BadAnswerError, UnavailableError
+from courtside.engines.served.requests import BadAnswerError, UnavailableError
 
 PADDING = -1
 

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 
 import torch
 
-from courtside.engines.served.pool import BadAnswerError, ReplicaPool, Request, UnavailableError
+from courtside.engines.served.pool import ReplicaPool
 from courtside.engines.served.replicas import Replica
+from courtside.engines.served.requests import BadAnswerError, Request, UnavailableError
 from courtside.errors import RecipeError
 
 

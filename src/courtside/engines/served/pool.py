@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import httpx
@@ -27,13 +27,22 @@ from courtside.engines.served.replicas import (
     choose_idle_replica,
     choose_replica,
 )
+from courtside.engines.served.requests import (
+    GO_ON,
+    Answer,
+    AttemptError,
+    BadAnswerError,
+    NoAnswerError,
+    RefusedError,
+    Request,
+    StaleReplicaError,
+    UnavailableError,
+)
 from courtside.errors import ServerError
 from courtside.recipe.endpoint import read_api_key
 from courtside.recipe.server import ServerConfig
 from courtside.sanitize import to_one_line, truncate
 from courtside.tls import explain_tls_failure, make_tls_context
-
-Answer = TypeVar("Answer")
 
 CONNECT_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0
@@ -41,57 +50,8 @@ RECHECK_SECONDS = 2.0
 """Until somebody asks again whether it is known by now what an answer takes."""
 SLOWER = "another server answered the same request first, after a multiple of what it usually takes"
 MAX_EXCERPT = 300
-GO_ON = "Then start the same command again: a run goes on from its last checkpoint"
 BUSY = (408, 425, 429)
 LOGGER = logging.getLogger("courtside.servers")
-
-
-class BadAnswerError(Exception):
-    """An answer of a server that says something else than it was asked."""
-
-
-class RefusedError(ServerError):
-    """A request that a server will not answer, however often it is sent."""
-
-    def __init__(self, message: str, *, status: int, text: str):
-        super().__init__(message)
-        self.status, self.text = status, text
-
-
-class NoAnswerError(ServerError):
-    """No replica that was asked answers, however often it is asked."""
-
-
-class UnavailableError(Exception):
-    """No answer now: worth another try, on this replica later or on another one at once."""
-
-    def __init__(self, reason: str, wait: float | None = None):
-        super().__init__(reason)
-        self.wait = wait
-
-
-class AttemptError(Exception):
-    """A replica did not answer a request; another one may."""
-
-
-class StaleReplicaError(Exception):
-    """An answer by a replica that has lost what `prepare` gave it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request(Generic[Answer]):
-    path: str
-    body: Mapping[str, Any] | None = None
-    """None: a GET."""
-    parse: Callable[[Any], Answer]
-    """Of the JSON that came; raises `BadAnswerError`, or `UnavailableError` or `StaleReplicaError`
-    for another try."""
-    key: str | None = None
-    """Requests of one key go to one replica; None: to the one with the fewest."""
-    kind: str | None = None
-    """Requests of one kind take about as long; None: never sent to two replicas."""
-    timeout: float | None = None
-    """Seconds to wait for the answer; None: as the recipe says."""
 
 
 @dataclass(slots=True)

@@ -15,15 +15,15 @@ import torch
 
 from courtside.engines.base import Sampling, ScoreRequest
 from courtside.engines.served.given_ids import add_given_ids, read_given_logps
-from courtside.engines.served.pool import (
+from courtside.engines.served.pool import ReplicaPool
+from courtside.engines.served.replicas import Replica
+from courtside.engines.served.requests import (
     Answer,
     BadAnswerError,
     NoAnswerError,
     RefusedError,
-    ReplicaPool,
     Request,
 )
-from courtside.engines.served.replicas import Replica
 from courtside.engines.served.routes import CompletionsRoute, Generated, GenerateRoute, Route
 from courtside.engines.served.scores import read_logps
 from courtside.errors import RecipeError, ServerError

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from courtside.engines.base import Sampling
-from courtside.engines.served.pool import BadAnswerError, UnavailableError
+from courtside.engines.served.requests import BadAnswerError, UnavailableError
 from courtside.sanitize import to_one_line, truncate
 
 PromptLogps = list[Mapping[str, Any] | None]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from courtside.engines.base import ScoreRequest, Scores
-from courtside.engines.served.pool import BadAnswerError
+from courtside.engines.served.requests import BadAnswerError
 from courtside.engines.served.routes import NO_PROBABILITY, PromptLogps
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
-from courtside.engines.served.pool import GO_ON
+from courtside.engines.served.requests import GO_ON
 from courtside.errors import ServerError
 
 Saved = TypeVar("Saved")

@@ -17,7 +17,7 @@ from courtside.engines.base import (
     Want,
 )
 from courtside.engines.served.engine import ServedEngine
-from courtside.engines.served.pool import Request
+from courtside.engines.served.requests import Request
 from courtside.engines.served.routes import Generated
 from courtside.engines.served.weight_sync import PublishedWeights, WeightSync
 from courtside.errors import RecipeError

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from courtside.engines.served.pool import BadAnswerError, RefusedError, ReplicaPool, Request
+from courtside.engines.served.pool import ReplicaPool
+from courtside.engines.served.requests import BadAnswerError, RefusedError, Request
 
 CHUNK = 2048
 """Ids of one request."""

@@ -19,15 +19,15 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from courtside.engines.base import ScoreRequest
-from courtside.engines.served.pool import (
+from courtside.engines.served.pool import ReplicaPool
+from courtside.engines.served.replicas import LONGEST_WAIT, Replica
+from courtside.engines.served.requests import (
     GO_ON,
     RefusedError,
-    ReplicaPool,
     Request,
     StaleReplicaError,
     UnavailableError,
 )
-from courtside.engines.served.replicas import LONGEST_WAIT, Replica
 from courtside.engines.served.routes import Generated, Route
 from courtside.engines.served.scores import read_logps
 from courtside.engines.served.weight_check import (
