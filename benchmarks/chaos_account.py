@@ -20,7 +20,7 @@ from courtside.engines.base import ScoreRequest
 from courtside.recipe.load import parse_recipe
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.parquet import StoredTrajectory
-from courtside.run import model_tensors, restore
+from courtside.run_state import model_tensors, restore
 from courtside.runtime import Runtime
 from courtside.seeds import trajectory_id
 from courtside.training import checkpoints

@@ -160,6 +160,8 @@ class ProcessGroupRanks(Ranks):
         # Models are loaded at different speeds: the first collective waits for the slowest.
         dist.init_process_group(backend, timeout=timeout)
         self._objects = dist.new_group(backend="gloo", timeout=timeout)
+        self._num_apart = 0
+        """Blocks of `work_apart`, one within another, that have begun and not ended."""
         self._shared: BaseException | None = None
         """What all ranks raise."""
         self._is_own_failure = False
@@ -202,7 +204,8 @@ class ProcessGroupRanks(Ranks):
 
     @contextmanager
     def work_apart(self) -> Iterator[None]:
-        before, self.is_apart = self.is_apart, True
+        self.is_apart = True
+        self._num_apart += 1
         try:
             yield
         except RunError:
@@ -212,7 +215,11 @@ class ProcessGroupRanks(Ranks):
             if "gloo" in str(error) or "NCCL" in str(error) or "onnection" in str(error):
                 raise self.lost(error) from error
             raise
-        self.is_apart = before  # not after an error: the others still wait
+        finally:
+            self._num_apart -= 1
+        # Not after an error: the others still wait. Where it was a probe's, which all catch, the
+        # next collectives that go well end it.
+        self.is_apart = self._num_apart > 0
 
     @contextmanager
     def share_failures(self) -> Iterator[None]:

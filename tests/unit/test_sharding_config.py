@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,17 @@ def test_idle_processes_are_noted() -> None:
     note = note_idle_ranks(recipe, ranks)
     assert note is not None
     assert "3 of 5 processes have nothing" in note
+
+
+def test_an_error_that_is_caught_leaves_no_rank_apart() -> None:
+    """As those of probes are, on all ranks. One that ends the run leaves it so."""
+    ranks = object.__new__(ProcessGroupRanks)
+    ranks._num_apart = 0
+    with suppress(ValueError), ranks.work_apart():
+        raise ValueError
+    assert ranks.is_apart
+    with ranks.work_apart():
+        with ranks.work_apart():
+            pass
+        assert ranks.is_apart, "the outer block goes on"
+    assert not ranks.is_apart
