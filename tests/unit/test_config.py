@@ -176,6 +176,18 @@ def problems(changes: dict[str, Any]) -> list[str]:
                                                      "template": "Obey!"}}},
             "teacher.context.template: needs the slot {text}, where the privileged text goes",
         ),
+        # what would be ignored
+        (
+            {"tasks": {"kind": "arithmetic", "limit_by": "seed"}},
+            "tasks.limit_by = 'seed' says which prompts tasks.limit takes, and there is none; set "
+            "tasks.limit, or remove it",
+        ),
+        (
+            {"tasks": {"kind": "trajectories", "path": "run", "limit": 2, "limit_by": "seed"},
+             "rollout": {"student_fraction": 0}},
+            "tasks.limit_by = 'seed': with tasks.kind = 'trajectories' a limit takes the first "
+            "ones; remove it",
+        ),
     ],
 )  # fmt: skip
 def test_a_bad_field_gives_one_line(changes: dict[str, Any], line: str) -> None:

@@ -10,7 +10,10 @@ from courtside.experiment.contrasts import ArmRuns, Design, compare_fixed, explo
 from courtside.experiment.outcomes import COLUMNS, Outcome, at_tokens, measures, tokens_until
 from courtside.experiment.statistics import estimate_mean
 
-STORED = ("seed", "validation", "shift", "teacher", "training_decisions", "wall_seconds")
+STORED = (
+    "seed", "validation", "shift", "teacher", "training_decisions", "training_masses",
+    "wall_seconds",
+)  # fmt: skip
 """What results.json has of each run; measures are in the rows of arms, a value for each seed."""
 
 

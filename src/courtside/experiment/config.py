@@ -107,7 +107,8 @@ class ExperimentConfig(Section):
     """Fixed before the runs: pairs of arms, the first one against the second."""
     outcomes: Mapping[str, NonNegativeFloat] = Field(default_factory=dict)
     """Fixed, too: a measure → the standard deviation that is expected of a difference paired by
-    seed. `score` is the mean score, `training/…` a mean over training steps; the first decides."""
+    seed. `score` is the mean score, `training/…` a mean over training steps, `last_step/…` that of
+    the last one; the first decides."""
     margin: PositiveFloat = 0.03
     """Differences within it count as none in a test of equivalence."""
     unpaired: tuple[str, ...] = ()

@@ -32,6 +32,8 @@ MEASURES = (
 """What a table has of an evaluation's metrics, and all `events/…`."""
 PREFIXES = ("decisions/", "collateral/")
 """Further ones, of which all are in it."""
+MASSES = ("topk_mass/student", "topk_mass/teacher")
+"""Of the metrics of steps: the probability that each gives to the support of a top-k loss."""
 
 
 # ── one run ──────────────────────────────────────────────────────────────────────────────────────
@@ -45,6 +47,7 @@ def measure_run(run: Path) -> Outcome:
     shifts: list[float] = []
     errors: list[float] = []
     decisions: dict[str, list[float]] = {}
+    masses: dict[str, list[float]] = {}
     rows = _lines(run / "metrics.jsonl")
     for row in rows:
         total += sum(value for key, value in row.items() if key.startswith("tokens/"))
@@ -54,6 +57,9 @@ def measure_run(run: Path) -> Outcome:
         rates = {name: rate for name, rate in row.items() if name.startswith("decisions/")}
         for name, rate in {**rates, **error_by_side(rates)}.items():
             decisions.setdefault(name, []).append(rate)
+        for name in MASSES:
+            if row.get(name) is not None:
+                masses.setdefault(name, []).append(row[name])
     student_evaluations = [e for e in evaluations if e["policy"] == "student"]
     suites: dict[str, list[Any]] = {}
     for e in evaluations:
@@ -81,6 +87,7 @@ def measure_run(run: Path) -> Outcome:
         "shift": [shifts[0], shifts[-1]] if shifts else None,
         "training_errors": errors,
         "training_decisions": decisions,
+        "training_masses": masses,
         "seconds": {phase: cost["seconds"] for phase, cost in costs.items()},
         "costs": {
             phase: {key: value for key, value in cost.items() if key != "seconds"}
@@ -135,6 +142,8 @@ def measures(run: Outcome) -> dict[str, float]:
         if name.count("/") == 1:
             side = name.partition("/")[2]
             result[f"steps_to_half/{side}_after"] = float(steps_to_half(series))
+    for name, series in run.get("training_masses", {}).items():
+        result[f"last_step/{name}_after"] = series[-1]
     return result
 
 

@@ -31,6 +31,8 @@ def find_recorded_problems(recipe: Recipe) -> Iterator[str]:
             f"{kind}: these were written elsewhere, and nothing answers the student in them. "
             "Set rollout.student_fraction = 0, with off_policy_source = 'dataset'"
         )
+    if recipe.tasks.limit_by == "seed" and recipe.tasks.kind in ("documents", "trajectories"):
+        yield f"tasks.limit_by = 'seed': with {kind} a limit takes the first ones; remove it"
     for name, changes in recipe.evaluate.suites.items():
         if "kind" not in changes:
             yield (

@@ -14,6 +14,9 @@ class TasksBase(Section):
     limit: PositiveInt | None = None
     """Train on this many prompts only, over and over (down to one). They are evaluated, too, beside
     the held-out ones. Unset: all of them."""
+    limit_by: Literal["first", "seed"] = "first"
+    """With limit: which prompts. first: the same in every run, of a file its first ones. seed:
+    others with every seed, so that the seeds of an experiment are different prompts."""
     system_prompt: str | None = None
     """A system prompt that the student sees on every task."""
     overlong_prompts: Literal["error", "drop"] = "error"

@@ -121,6 +121,11 @@ def _size_problems(recipe: Recipe) -> Iterator[str]:
                 f"{a * b * tokens:.1e} tokens, {hours:,.0f} hours at {TOKENS_PER_SECOND:,} tokens "
                 f"a second. Use at most {MAX_SAMPLES:,}"
             )
+    if recipe.tasks.limit is None and recipe.tasks.limit_by == "seed":
+        yield (
+            "tasks.limit_by = 'seed' says which prompts tasks.limit takes, and there is none; set "
+            "tasks.limit, or remove it"
+        )
     if recipe.tasks.limit is not None and recipe.tasks.limit > MAX_SAMPLES:
         yield f"tasks.limit = {recipe.tasks.limit:,}: use at most {MAX_SAMPLES:,}, or leave it out"
 

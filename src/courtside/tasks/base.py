@@ -16,6 +16,9 @@ from courtside.errors import TaskError
 from courtside.hashing import digest
 from courtside.types import Message, Split, Task
 
+LimitBy = Literal["first", "seed"]
+"""Which train tasks a limit takes: the same in every run, or others with every seed."""
+
 
 class TaskSource(Protocol):
     @property
@@ -147,6 +150,7 @@ class FiniteSource:
         name: str,
         seed: int,
         limit: int | None,
+        limit_by: LimitBy = "first",
         trains: bool = True,
     ) -> None:
         """`name` is for error messages, e.g. the file. `trains`: False for tasks that are evaluated
@@ -163,6 +167,9 @@ class FiniteSource:
             require_limit(name, limit, len(train))
         self._name = name
         self._seed = seed
+        if limit is not None and limit_by == "seed" and trains:
+            places = (permute_index(i, len(train), f"limit/{seed}") for i in range(limit))
+            train = [train[place] for place in places]
         self._train = train[:limit]
         self._is_limited = limit is not None
         # By hash, not by place in the file: adding a line moves no other task.
@@ -205,6 +212,8 @@ class TaskSpace:
 
 MAX_MISSES = 100_000
 """After so many numbers in a row without a new task of the split, a space counts as exhausted."""
+CONTENT_ORDER = "content order"
+"""The key of the order of held-out tasks, which no seed changes."""
 MAX_CONSECUTIVE_OVERLONG = 1000
 """After so many overlong tasks in a row, the source raises."""
 
@@ -223,6 +232,7 @@ class GeneratedSource:
         *,
         seed: int,
         limit: int | None,
+        limit_by: LimitBy = "first",
         system_prompt: str | None = None,
         prompt_limit: PromptLimit | None = None,
     ) -> None:
@@ -231,7 +241,8 @@ class GeneratedSource:
         self._prompt_limit = prompt_limit
         self._overlong_ids: set[str] = set()
         self._seed = seed
-        first = self._first("train", limit or 1)
+        key = f"limit/{seed}" if limit_by == "seed" else CONTENT_ORDER
+        first = self._first("train", limit or 1, key)
         if not first:
             raise self._empty_split_error("train")
         require_limit(space.name, limit, len(first))
@@ -252,15 +263,15 @@ class GeneratedSource:
             raise self._empty_split_error(split)
         return held_out_tasks
 
-    def _first(self, split: Split, size: int) -> tuple[Task, ...]:
-        return tuple(islice(self._walk(split, "content order"), size))
+    def _first(self, split: Split, size: int, key: str) -> tuple[Task, ...]:
+        return tuple(islice(self._walk(split, key), size))
 
     def _first_of_strata(self, split: Split, size: int) -> tuple[Task, ...]:
         """The strata in turn, so that the first ones of a set are as balanced as the whole."""
         num_strata = self._space.num_strata
         if num_strata == 1:
-            return self._first(split, size)
-        walks = [self._walk(split, "content order", stratum) for stratum in range(num_strata)]
+            return self._first(split, size, CONTENT_ORDER)
+        walks = [self._walk(split, CONTENT_ORDER, stratum) for stratum in range(num_strata)]
         rounds = (task for batch in zip(*walks, strict=False) for task in batch)
         return tuple(islice(rounds, size))
 

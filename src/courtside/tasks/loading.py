@@ -72,6 +72,7 @@ def make_task_source(
         GeneratedSource,
         seed=seed,
         limit=config.limit,
+        limit_by=config.limit_by,
         system_prompt=config.system_prompt,
         prompt_limit=prompt_limit,
     )
@@ -83,7 +84,14 @@ def make_task_source(
         fitting = [t for t in prompted if not prompt_limit or prompt_limit.fits(t, str(path))]
         if prompt_limit and prompted and not fitting:
             raise prompt_limit.error(prompted[0], str(path))
-        source = FiniteSource(fitting, name=str(path), seed=seed, limit=config.limit, trains=trains)
+        source = FiniteSource(
+            fitting,
+            name=str(path),
+            seed=seed,
+            limit=config.limit,
+            limit_by=config.limit_by,
+            trains=trains,
+        )
         source.num_dropped = len(prompted) - len(fitting)
         source.notes = tuple(notes)
         return source

@@ -253,7 +253,8 @@ def test_decisions_are_measured_by_side_and_over_the_steps() -> None:
 def test_a_run_is_read_with_its_decisions(tmp_path: Path) -> None:
     rows = [
         {"step": n, "error_rate": 0.1, "decisions/date/habit_wrong": date,
-         "decisions/desk/habit_wrong": 0.5, "decisions/filler": 0.0}
+         "decisions/desk/habit_wrong": 0.5, "decisions/filler": 0.0,
+         "topk_mass/student": date / 3, "topk_mass/teacher": None}
         for n, date in enumerate((0.9, 0.7))
     ]  # fmt: skip
     del rows[1]["decisions/desk/habit_wrong"]  # no such turn in that step
@@ -263,8 +264,11 @@ def test_a_run_is_read_with_its_decisions(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "costs.json").write_text("{}")
     (tmp_path / "environment.json").write_text("{}")
-    series = measure_run(tmp_path)["training_decisions"]
-    assert series == {
+    run = measure_run(tmp_path)
+    masses = {"topk_mass/student": [pytest.approx(0.3), pytest.approx(0.7 / 3)]}
+    assert run["training_masses"] == masses
+    assert measures(run)["last_step/topk_mass/student_after"] == pytest.approx(0.7 / 3)
+    assert run["training_decisions"] == {
         "decisions/date/habit_wrong": [0.9, 0.7],
         "decisions/desk/habit_wrong": [0.5],
         "decisions/filler": [0.0, 0.0],

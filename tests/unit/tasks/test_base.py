@@ -102,6 +102,20 @@ def test_limit_takes_the_first_of_the_file() -> None:
     assert Counter(ids(source.batch(5, 8))) == {tasks[0].id: 4, tasks[1].id: 4}
 
 
+def test_limit_by_seed_takes_others_with_every_seed() -> None:
+    tasks = [numbered(i, "train") for i in range(20)] + [numbered(99, "test")]
+
+    def prompts(seed: int) -> set[str]:
+        source = FiniteSource(tasks, name="test", seed=seed, limit=2, limit_by="seed")
+        batch = ids(source.batch(0, 4) + source.batch(7, 4))
+        assert set(batch) == set(ids(source.held_out("train", 9))), "those that train are evaluated"
+        assert ids(source.held_out("test", 9)) == [tasks[-1].id]
+        return set(batch)
+
+    assert prompts(0) == prompts(0) and all(len(prompts(seed)) == 2 for seed in range(9))
+    assert len(set().union(*map(prompts, range(9)))) > 9
+
+
 def test_held_out_order_does_not_depend_on_the_file_or_seed() -> None:
     tasks = [numbered(i) for i in range(200)]
     source = FiniteSource(tasks, name="test", seed=0, limit=None)
@@ -174,6 +188,11 @@ def test_limit_of_a_generator() -> None:
     assert set(ids(GeneratedSource(numbers(10**9), seed=8, limit=5).batch(0, 5))) == set(
         ids(five.batch(0, 5))
     )
+    by_seed = [GeneratedSource(numbers(10**9), seed=seed, limit=1, limit_by="seed")
+               for seed in (0, 0, 1, 2)]  # fmt: skip
+    prompts = [set(ids(s.batch(0, 3) + s.batch(4, 3) + s.held_out("train", 3))) for s in by_seed]
+    assert prompts[0] == prompts[1] and len(set().union(*prompts)) == 3
+    assert all(s.held_out("test", 5) == item.held_out("test", 5) for s in by_seed)
 
 
 def test_tiny_spaces_end_with_an_error() -> None:
