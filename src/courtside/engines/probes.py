@@ -185,10 +185,10 @@ def _causality_error(model: Any) -> float:
 
 def _leak(model: Any) -> float:
     """How far other tokens at the end change the hidden states before them."""
-    ids, others = (probe_ids(model, max(PROBE_LENGTHS), seed) for seed in (1, 2))
+    ids, endings = (probe_ids(model, max(PROBE_LENGTHS), seed) for seed in (1, 2))
     hidden = []
     for length in (len(ids), 31, 21, 10, 3):
-        mixed = ids[:length] + others[length:]
+        mixed = ids[:length] + endings[length:]
         out = model.base_model(
             input_ids=torch.tensor([mixed], device=model.device), use_cache=False
         )

@@ -22,7 +22,7 @@ def test_a_causal_model_may_round_with_the_length(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_bidirectional_model_is_refused_though_it_differs_little(
+def test_a_bidirectional_model_is_refused_where_it_differs_little(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = ModelKind(model_type="bert-generation", settings={"is_decoder": False})
