@@ -115,16 +115,16 @@ def test_work_moves_away_from_a_dead_replica_and_comes_back(servers: list[VllmSt
 
 def test_a_hung_server_is_left_after_the_timeout(servers: list[VllmStandIn]) -> None:
     first, second = servers
-    engine = make_engine(first.url, second.url, timeout=0.2)
+    engine = make_engine(first.url, second.url, timeout=1)
     stop = threading.Event()
 
     def hang(number: int, path: str, body: Any) -> Any:
-        stop.wait(5)
+        stop.wait(20)
 
     first.fault = hang
     start = time.monotonic()
     assert len(engine.sample(requests(6), SAMPLING)) == 6
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
     stop.set()
 
 

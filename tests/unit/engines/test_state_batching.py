@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from support.hybrids import KINDS, hybrid_engine, plain_logp
+from support.tiny_model import tiny_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -36,7 +38,8 @@ PROMPTS = (*(prompt(3),) * 3, prompt(9, 1), prompt(9, 2), prompt(20, 3), prompt(
 
 
 def static_engine(kind: str, *, adapter: bool = False) -> LocalEngine:
-    engine = hybrid_engine(kind, adapter=adapter)
+    model = copy.deepcopy(hybrid_engine(kind, adapter=adapter).model)  # those are shared by tests
+    engine = LocalEngine(model, tiny_tokenizer(), name=kind)
     assert isinstance(engine.static_states, StatePasses), engine.static_states
     engine.uses_continuous_batching = True  # type: ignore[method-assign]
     return engine
@@ -184,5 +187,6 @@ def test_a_step_that_moves_rows_that_have_ended_is_not_used(
     monkeypatch.setattr(
         RowDecoder, "forward", lambda self, ids, active_B: plain(self, ids, active_B | True)
     )
-    reason = hybrid_engine("qwen3_5_text").static_states
+    model = copy.deepcopy(hybrid_engine("qwen3_5_text").model)
+    reason = LocalEngine(model, tiny_tokenizer(), name="changed").static_states
     assert isinstance(reason, str) and "not those of separate passes" in reason
