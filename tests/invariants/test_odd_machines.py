@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 from courtside.api import evaluate_student, train
 from courtside.chat.template import ChatTemplate
 from courtside.cli.app import app
-from courtside.cli.machine import limit_spinning
+from courtside.cli.machine import is_shared, limit_spinning
 from courtside.errors import ModelError, RecipeError, UserError
 from courtside.recipe import Recipe
 from courtside.report.alarms import check_missing_metrics
@@ -270,24 +271,57 @@ def test_a_run_remembers_its_number_of_threads(run, tiny_folder, monkeypatch):
     assert any(f"the steps so far ran with {other}." in text for text in console.texts)
 
 
-def test_spinning_is_limited_before_torch_is_loaded_unless_the_user_did() -> None:
-    defaults: dict[str, str] = {}
-    limit_spinning(defaults)
-    assert defaults == {"GOMP_SPINCOUNT": "10000"}
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        ("0.26 1.56 2.25 1/79 1256\n", {"GOMP_SPINCOUNT": "10000"}),
+        ("0.26 1.56 2.25 2/79 1256\n", {"OMP_WAIT_POLICY": "passive"}),
+        ("0.26 1.56\n", {"GOMP_SPINCOUNT": "10000"}),
+        (None, {"GOMP_SPINCOUNT": "10000"}),
+    ],
+)
+def test_threads_wait_passively_where_other_processes_run(
+    load: str | None, expected: dict[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "loadavg"
+    if load is not None:
+        file.write_text(load)
+    environment: dict[str, str] = {}
+    limit_spinning(environment, file)
+    assert environment == expected
+
+
+def test_a_busy_process_is_noticed_and_a_moment_of_one_is_not(tmp_path: Path) -> None:
+    """By the machine's own numbers, in a process of its own: others may run beside this test."""
+    code = "print('started', flush=True)\nwhile True: pass"
+    busy = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert busy.stdout is not None and busy.stdout.readline()
+        assert is_shared(Path("/proc/loadavg"))
+    finally:
+        busy.kill()
+        busy.wait()
+    looks = iter(["0 0 0 3/9 1", "0 0 0 3/9 1", "0 0 0 1/9 1"])
+    load: Any = SimpleNamespace(read_text=lambda: next(looks))
+    assert not is_shared(load)
+
+
+def test_waiting_is_settled_before_torch_is_loaded_unless_the_user_did() -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         environment = {name: "active"}
         limit_spinning(environment)
         assert environment == {name: "active"}
     code = (
         "import os, sys; from courtside.cli import commands\n"
-        "def recipes(): print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)\n"
+        "names = {'GOMP_SPINCOUNT', 'OMP_WAIT_POLICY'}\n"
+        "def recipes(): print(len(names & os.environ.keys()), 'torch' in sys.modules)\n"
         "commands.recipes = recipes\n"
         "from courtside.cli import main; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "recipes"], capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == "10000 False\n", done.stderr
+    assert done.stdout == "1 False\n", done.stderr
 
 
 # ── the process ──────────────────────────────────────────────────────────────────────────────────

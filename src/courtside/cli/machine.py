@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Any, TextIO
 
 CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Errors of a pipe or terminal whose reader has gone: nobody misses the output."""
 
 
+NUM_LOOKS, LOOK_SECONDS = 5, 0.01
 NO_OUTPUT = (
     "standard output is closed, and a command says there what it does and what came out. Send it "
     "to a file, or to /dev/null"
@@ -87,11 +90,31 @@ def describe_lost_output() -> str | None:
     )
 
 
-def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let OpenMP's idle threads sleep sooner; without effect once torch is loaded.
+def limit_spinning(
+    environment: MutableMapping[str, str] = os.environ, load: Path = Path("/proc/loadavg")
+) -> None:
+    """Let OpenMP's idle threads sleep at once where other processes compute, and sooner elsewhere;
+    without effect once torch is loaded.
 
     A thread that spins keeps a core from the one that it waits for, as soon as other processes
     need the cores, too. docs/troubleshooting.md has the measurements behind the number.
     """
-    if not environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+    if environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        return
+    if is_shared(load):
+        environment["OMP_WAIT_POLICY"] = "passive"
+    else:
         environment["GOMP_SPINCOUNT"] = "10000"
+
+
+def is_shared(load: Path) -> bool:
+    """Whether another process runs whenever one looks; False if unknown. `load`: Linux's
+    `/proc/loadavg`, whose fourth field has the number of threads that run, this one included."""
+    try:
+        for look in range(NUM_LOOKS):
+            time.sleep(LOOK_SECONDS if look else 0)
+            if int(load.read_text().split()[3].partition("/")[0]) < 2:
+                return False
+    except (OSError, ValueError, IndexError):
+        return False
+    return True
