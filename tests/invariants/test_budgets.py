@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.small_runs import small_recipe, train_until_killed
+from support.small_runs import small_recipe, train_until_killed, without_clocks
 
 from courtside.api import train
 from courtside.errors import RecipeError
@@ -37,13 +37,6 @@ def whole(
     """Without a budget."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     return train(recipe_with(tiny_folder, tiny_teacher_folder), folder, quiet=True)
-
-
-def without_clocks(folder: RunFolder) -> list[dict[str, Any]]:
-    return [
-        {key: v for key, v in row.items() if not key.startswith(("seconds/", "tokens_per_second"))}
-        for row in folder.metrics()
-    ]
 
 
 @pytest.mark.parametrize("unit", ["student_tokens", "teacher_tokens", "flops"])

@@ -11,7 +11,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from support.chat_server import ChatServer, completion
+from support.chat_server import ChatServer, completion, serving_chat
 from support.small_runs import small_recipe
 from support.tiny_model import tiny_tokenizer
 
@@ -101,13 +101,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
-    item = ChatServer()
-    item.answer = reply
-    yield item
-    item.close()
+    with serving_chat(monkeypatch, reply) as server:
+        yield server
 
 
 def reply(number: int, body: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.run_server import RunServer
-from support.small_runs import contents, digest, small_tree, write_jsonl
+from support.small_runs import contents, digest, small_tree, without_clocks, write_jsonl
 
 from courtside.api import train
 from courtside.recipe.load import parse_recipe
@@ -122,15 +122,11 @@ def unbroken(
 def state(path: Path) -> dict[str, Any]:
     """Everything about a run that must not depend on how often it was started."""
     folder = RunFolder.read(path)
-    metrics = [
-        {k: v for k, v in row.items() if not k.startswith(("seconds/", "tokens_per_second"))}
-        for row in folder.metrics()
-    ]
     final = max((path / "checkpoints").glob("step-*"))
     return {
         "tensors": {f.name: digest(f.read_bytes()) for f in sorted(final.glob("*.safetensors"))},
         "checkpoints": sorted(p.name for p in (path / "checkpoints").glob("step-*")),
-        "metrics": metrics,
+        "metrics": without_clocks(folder),
         "evaluations": [repr(e) for e in folder.evaluations()],
         "trajectories": {
             step: digest(repr(folder.trajectories(step)).encode())

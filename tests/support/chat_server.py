@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import pytest
 
 Response = tuple[int, dict[str, str], bytes]
 
@@ -69,3 +72,20 @@ class ChatServer:
     def close(self) -> None:
         self.http.shutdown()
         self.http.server_close()
+
+
+@contextmanager
+def serving_chat(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[[int, dict[str, Any]], Any] | None = None
+) -> Iterator[ChatServer]:
+    """A server that is reached without a proxy."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    server = ChatServer()
+    if answer is not None:
+        server.answer = answer
+    try:
+        yield server
+    finally:
+        server.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from support.tiny_model import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from courtside.engines.base import SampleRequest, Sampling, Session
 from courtside.engines.local import LocalEngine
 from courtside.training.adapter_targets import find_bare_layers
 
@@ -107,3 +109,45 @@ def plain_logp(model: Any, ids: tuple[int, ...], temperature: float = 1.0) -> to
     """Log-probs of all tokens but the first, of one pass over this sequence alone."""
     logits_LV = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] / temperature
     return logits_LV[:-1].log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+# ── conversations ────────────────────────────────────────────────────────────────────────────────
+
+
+def prompt(length: int, start: int = 0) -> tuple[int, ...]:
+    return tuple(2 + (7 * i * i + 5 * start + i) % 250 for i in range(length))
+
+
+PROMPTS = (*(prompt(3),) * 3, prompt(9, 1), prompt(9, 2), prompt(20, 3), prompt(70, 4))
+"""A group, two of equal length, one longer than a chunk."""
+
+
+def assert_plain(engine: LocalEngine, ids: tuple[int, ...], logp: tuple[float, ...]) -> None:
+    """The log-probs of the last tokens are those of a pass over the sequence alone."""
+    expected_T = plain_logp(engine.model, ids)[-len(logp) :]
+    torch.testing.assert_close(torch.tensor(logp), expected_T, rtol=0, atol=5e-5)
+
+
+def play_turns(engine: LocalEngine, session: Session, max_new_tokens: Sequence[int]) -> int:
+    """Four turns of five conversations, in which one begins anew; each token's log-prob is that of
+    a separate pass. Returns the number of tokens of all turns."""
+    conversations: dict[int, tuple[int, ...]] = dict.fromkeys(range(5), ())
+    num_tokens = 0
+    for turn, rows in enumerate([[0, 1, 2, 3, 4], [0, 2, 3], [4, 1, 0], [3, 2, 1, 0, 4]]):
+        if turn == 2:
+            session.restart(1)
+            conversations[1] = ()
+        requests = []
+        for row in rows:
+            # In the first turn rows 0 and 3 are a group. The last token is not in the state yet.
+            new = prompt(3 + 2 * ((row + turn) % 3), row % 3 + turn)
+            new = conversations[row][-1:] + new
+            conversations[row] = conversations[row][:-1] + new
+            requests.append(SampleRequest(prompt_ids=new, seed=row + 10 * turn))
+            num_tokens += len(new)
+        samples = session.sample(rows, requests, Sampling(max_new_tokens=max_new_tokens[turn]))
+        for row, sample in zip(rows, samples, strict=True):
+            conversations[row] += sample.token_ids
+            num_tokens += len(sample.token_ids)
+            assert_plain(engine, conversations[row], sample.logp)
+    return num_tokens

@@ -81,3 +81,11 @@ def contents(folder: Path) -> dict[str, str]:
 def digest(content: bytes) -> str:
     """Short: pytest would spend minutes on what is different in two megabytes."""
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+def without_clocks(folder: RunFolder) -> list[dict[str, Any]]:
+    """Metrics, but what depends on the clock."""
+    return [
+        {key: v for key, v in row.items() if not key.startswith(("seconds/", "tokens_per_second"))}
+        for row in folder.metrics()
+    ]

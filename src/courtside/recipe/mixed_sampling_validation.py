@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import NoneType
 
-from courtside.recipe.context import FieldContext, SystemContext
 from courtside.recipe.recipe import Recipe
 from courtside.recipe.teacher import CustomTeacherConfig
 
@@ -70,10 +68,9 @@ def _teacher_problems(recipe: Recipe, field: str) -> Iterator[str]:
             f"{field}: a teacher of kind = 'custom' scores whole trajectories and cannot decode "
             "with the student. Use teacher.kind = 'self' or 'model'"
         )
-    for teacher in recipe.model_teachers:
-        if not isinstance(teacher.context, (SystemContext, FieldContext, NoneType)):
-            yield (
-                f"{field}: teacher.context.kind = {teacher.context.kind!r} is known after an "
-                "answer, and the teacher is needed while it is sampled. Use kind = 'system' or "
-                "'field'"
-            )
+    for kind in recipe.draft_contexts:
+        yield (
+            f"{field}: teacher.context.kind = {kind!r} is known after an "
+            "answer, and the teacher is needed while it is sampled. Use kind = 'system' or "
+            "'field'"
+        )

@@ -150,6 +150,16 @@ class Recipe(Section):
         return (self.teacher,)
 
     @property
+    def draft_contexts(self) -> tuple[str, ...]:
+        """Kinds of its teachers' contexts that are about a draft, and not known before it."""
+        contexts = (teacher.context for teacher in self.model_teachers)
+        return tuple(
+            context.kind
+            for context in contexts
+            if context is not None and context.kind not in ("system", "field")
+        )
+
+    @property
     def max_staleness(self) -> int:
         """Optimizer steps by which samples may be older than the weights that they train."""
         server = self.rollout.server

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import NoneType
 
-from courtside.recipe.context import FieldContext, SystemContext
 from courtside.recipe.recipe import Recipe
 from courtside.recipe.takeover import TakeoverConfig
 from courtside.recipe.teacher import CustomTeacherConfig
@@ -59,13 +57,12 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
             "takeover: a teacher of kind = 'custom' scores and does not sample. Use teacher.kind = "
             "'self' or 'model', or remove [takeover]"
         )
-    for teacher in recipe.model_teachers:
-        if not isinstance(teacher.context, (SystemContext, FieldContext, NoneType)):
-            yield (
-                f"takeover: teacher.context.kind = {teacher.context.kind!r} differs between a "
-                "draft and what the teacher makes of it, so the teacher would score its tokens in "
-                "another context than it sampled them in. Use kind = 'system' or 'field'"
-            )
+    for kind in recipe.draft_contexts:
+        yield (
+            f"takeover: teacher.context.kind = {kind!r} differs between a "
+            "draft and what the teacher makes of it, so the teacher would score its tokens in "
+            "another context than it sampled them in. Use kind = 'system' or 'field'"
+        )
 
 
 def _endpoint_problems(recipe: Recipe, takeover: TakeoverConfig) -> Iterator[str]:
@@ -76,13 +73,12 @@ def _endpoint_problems(recipe: Recipe, takeover: TakeoverConfig) -> Iterator[str
             "server does not say whether such a text or the model itself ended a reply. Remove "
             "rollout.stop: a reply ends with the template's own end token"
         )
-    for teacher in recipe.model_teachers:
-        if not isinstance(teacher.context, (SystemContext, FieldContext, NoneType)):
-            yield (
-                f"takeover.endpoint: teacher.context.kind = {teacher.context.kind!r} is about "
-                "drafts, and the [teacher] would score what the endpoint writes under it, too. Use "
-                "kind = 'system' or 'field'"
-            )
+    for kind in recipe.draft_contexts:
+        yield (
+            f"takeover.endpoint: teacher.context.kind = {kind!r} is about "
+            "drafts, and the [teacher] would score what the endpoint writes under it, too. Use "
+            "kind = 'system' or 'field'"
+        )
     if recipe.tasks.is_environment:
         if takeover.can_continue:
             yield (

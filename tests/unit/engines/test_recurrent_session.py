@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.hybrids import KINDS, hybrid_engine, make_hybrid, plain_logp
+from support.hybrids import (
+    KINDS,
+    PROMPTS,
+    assert_plain,
+    hybrid_engine,
+    make_hybrid,
+    plain_logp,
+    play_turns,
+    prompt,
+)
 from support.tiny_model import tiny_model, tiny_tokenizer
 from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
@@ -29,19 +38,6 @@ ADAPTED = ("qwen3_5_text", "nemotron_h")
 EACH = pytest.mark.parametrize(
     ("kind", "adapter"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in ADAPTED)]
 )
-
-
-def prompt(length: int, start: int = 0) -> tuple[int, ...]:
-    return tuple(2 + (7 * i * i + 5 * start + i) % 250 for i in range(length))
-
-
-PROMPTS = (*(prompt(3),) * 3, prompt(9, 1), prompt(9, 2), prompt(20, 3), prompt(70, 4))
-"""A group, two of equal length, one longer than a chunk."""
-
-
-def assert_plain(engine: LocalEngine, ids: tuple[int, ...], logp: tuple[float, ...]) -> None:
-    expected_T = plain_logp(engine.model, ids)[-len(logp) :]
-    torch.testing.assert_close(torch.tensor(logp), expected_T, rtol=0, atol=5e-5)
 
 
 @EACH
@@ -88,25 +84,7 @@ def test_conversations_continue_from_their_states(
         return forward(self, ids_BN, *arguments)
 
     monkeypatch.setattr(StatePasses, "forward", count)
-    conversations: dict[int, tuple[int, ...]] = dict.fromkeys(range(5), ())
-    num_tokens = 0
-    for turn, rows in enumerate([[0, 1, 2, 3, 4], [0, 2, 3], [4, 1, 0], [3, 2, 1, 0, 4]]):
-        if turn == 2:
-            session.restart(1)
-            conversations[1] = ()
-        requests = []
-        for row in rows:
-            # In the first turn rows 0 and 3 are a group. The last token is not in the state yet.
-            new = prompt(3 + 2 * ((row + turn) % 3), row % 3 + turn)
-            new = conversations[row][-1:] + new
-            conversations[row] = conversations[row][:-1] + new
-            requests.append(SampleRequest(prompt_ids=new, seed=row + 10 * turn))
-            num_tokens += len(new)
-        samples = session.sample(rows, requests, Sampling(max_new_tokens=4 + turn))
-        for row, sample in zip(rows, samples, strict=True):
-            conversations[row] += sample.token_ids
-            num_tokens += len(sample.token_ids)
-            assert_plain(engine, conversations[row], sample.logp)
+    num_tokens = play_turns(engine, session, range(4, 8))
     assert num_read < num_tokens, "each turn costs its own tokens"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from scripted_trajectories import play
-from support.chat_server import ChatServer, Response, completion
+from support.chat_server import ChatServer, Response, completion, serving_chat
 
 from courtside.chat.openai_client import OpenAIClient
 from courtside.errors import RecipeError, RunError
@@ -22,13 +22,9 @@ KEY = "sk-not-a-real-key"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setenv("READER_KEY", f" {KEY}\n")
-    item = ChatServer()
-    yield item
-    item.close()
+    with serving_chat(monkeypatch) as server:
+        yield server
 
 
 def asking(server: ChatServer, *, first_wait: float = 0.01, **fields: Any) -> OpenAIClient:
