@@ -192,7 +192,7 @@ def attention_resources(
     }  # fmt: skip
     states = f"query={dtype} keys={dtype} values={dtype} out={dtype}"
     pointers = f"{states} lengths=i64 prefix_rows=i64 prefix_lengths=i64 sinks=fp32"
-    integers = "window key_row key_head value_row value_head"
+    integers = "window key_row key_head key_position value_row value_head value_position"
     return layer_resources(
         decode._attend, f"{pointers} parts=fp32 maxima=fp32 totals=fp32", integers, constants, 4
     )

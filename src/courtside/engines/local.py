@@ -66,6 +66,10 @@ class LocalEngine(LocalSampler):
             static = self.static_states
             reason = static if isinstance(static, str) else self.stateless_reason
             notes.append(f"{self.name}: decodes eagerly, without CUDA graphs ({reason})")
+        elif self.device.type == "cuda" and self.capture_problem is not None:
+            notes.append(
+                f"{self.name}: decodes eagerly, without CUDA graphs ({self.capture_problem})"
+            )
         return notes
 
     # ── scoring ──────────────────────────────────────────────────────────────────────────────────

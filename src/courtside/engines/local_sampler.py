@@ -35,6 +35,7 @@ from courtside.engines.generation.state_batching import StateBatchingSession
 from courtside.engines.generation.uncached import DecodeBatch, SeparateRows, UncachedRows
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.loading import expose_base_model, find_context_length, find_eos_ids
+from courtside.engines.patches.experts import apply_autocast_to_experts, find_capture_problem
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.probes import (
     find_unsupported_attention,
@@ -71,6 +72,8 @@ class LocalSampler:
         expose_base_model(model)
         self.context_length = find_context_length(model.config, context_length)
         fix_rope(model, self.context_length)
+        if autocast is not None:
+            apply_autocast_to_experts(model)
         self.autocast = autocast
         """Compute dtype of forward passes where it is not the weights' own."""
         self.autocast_context = self._make_autocast()
@@ -264,8 +267,8 @@ class LocalSampler:
 
     @cached_property
     def uses_continuous_batching(self) -> bool:
-        """Whether decoding replays CUDA graphs: on a GPU, with a standard KV cache or states of
-        fixed shapes."""
+        """Whether decode steps run at fixed addresses, for CUDA graphs: on a GPU, with a standard
+        KV cache or states of fixed shapes."""
         if self.device.type != "cuda":
             return False
         if self.state_passes is not None:
@@ -279,15 +282,24 @@ class LocalSampler:
         if self.state_passes is None:
             return None
         with self._make_autocast(cache_enabled=False)():
-            graphs = CudaGraphs() if self.device.type == "cuda" else None
-            return probe_state_decoding(self.state_passes, self.autocast, graphs)
+            return probe_state_decoding(self.state_passes, self.autocast, self._make_graphs())
+
+    @cached_property
+    def capture_problem(self) -> str | None:
+        """Why CUDA graphs cannot replay a decode step of this model; None: they can."""
+        return find_capture_problem(self.model, self.autocast)
+
+    def _make_graphs(self) -> CudaGraphs | None:
+        if self.device.type != "cuda" or self.capture_problem is not None:
+            return None
+        return CudaGraphs()
 
     @cached_property
     def _kv_pool(self) -> KVCachePool:
         return KVCachePool(
             self.model,
             self.autocast,
-            graphs=CudaGraphs() if self.device.type == "cuda" else None,
+            graphs=self._make_graphs(),
             passes=self.static_states if isinstance(self.static_states, StatePasses) else None,
             release_weights=self._decode_weights.release,
         )

@@ -89,6 +89,19 @@ def test_rows_with_the_same_prompt_load_it_from_one_of_them(programs: int) -> No
     assert torch.equal(context, expected)
 
 
+def test_values_that_lie_between_the_keys() -> None:
+    """As multi-head latent attention expands them: views of one tensor, positions before heads."""
+    torch.manual_seed(0)
+    B, H, L, D, value_size = 2, 4, 130, 24, 16
+    q = torch.randn(B, H, D, device=DEVICE)
+    both = torch.randn(B, L, H, D + value_size, device=DEVICE).transpose(1, 2)
+    keys, values = both.split([D, value_size], dim=-1)
+    lengths = torch.tensor([L, 7], device=DEVICE)
+    context = decode_attention(q, keys, values, lengths, 0.3)
+    expected = decode_attention(q, keys.contiguous(), values.contiguous(), lengths, 0.3)
+    assert torch.equal(context, expected)
+
+
 def attend_naively(
     q: Tensor, keys: Tensor, values: Tensor, scale: float,
     *, window: int, softcap: float | None, sinks: Tensor | None,

@@ -139,7 +139,11 @@ def test_more_requests_than_rows_are_recorded(engine_class: type[LocalEngine]) -
     samples = engine.sample(requests, RECORDED)
     plain = engine.sample(requests, replace(RECORDED, return_routed_experts=False))
     for request, sample, without in zip(requests, samples, plain, strict=True):
-        assert sample == without and without.routed_experts is None
+        assert without.routed_experts is None
+        assert replace(sample, logp=()) == replace(without, logp=())
+        assert sample.logp == pytest.approx(
+            without.logp, abs=1e-5
+        )  # threads share sums differently
         expected = plain_experts(engine, request.prompt_ids + sample.token_ids[:-1])
         assert sample.routed_experts is not None
         assert_same_experts(sample.routed_experts, expected)

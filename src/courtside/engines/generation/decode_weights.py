@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from courtside.engines.lm_head import LMHead
+from courtside.engines.patches.experts import DECODE_COPIES, list_copied_parameters
 from courtside.engines.patches.fused_layers import (
     FUSED_PROJECTIONS,
     FusedLayers,
@@ -42,10 +43,12 @@ class DecodeWeights:
         groups = _group_by_input(model, self.layers.linear, trace)
         self.groups = groups if dtype is not None else [group for group in groups if group[1:]]
         """Linear layers that run as one matmul; most groups have one."""
+        self.experts = list_copied_parameters(model) if dtype is not None else []
         self.adapted = [m for m in model.modules() if _is_plain_adapter(m, trace)]
         """PEFT layers, which would cast their input to the dtype of their weights."""
         self._weights: list[tuple[FusedTensor, FusedTensor]] = []
-        """Weight and bias of each group, then of the LM head, then the two of its adapter."""
+        """Weight and bias of each group, then each parameter of the experts, then those of the LM
+        head, then the two of its adapter."""
         self._num_users = 0
 
     @torch.no_grad()
@@ -66,6 +69,8 @@ class DecodeWeights:
             yield [m.weight for m in group], [m.bias for m in group if m.bias is not None]
         if self.dtype is None:
             return
+        for _, _, parameter in self.experts:
+            yield [parameter], []
         weight, bias = self.head.parameters()
         yield [weight], [] if bias is None else [bias]
         if (adapter := self.head.adapter) is not None:  # also while it is off: addresses stay
@@ -108,7 +113,15 @@ class DecodeWeights:
             return
         for layer in self.adapted:
             yield Patch(layer, "cast_input_dtype_enabled", False)
-        (head_VD, bias_V), *adapter = weights[num_groups:]
+        num_parameters = len(self.experts)
+        copies: dict[Any, dict[str, Tensor | None]] = {module: {} for module, _, _ in self.experts}
+        for (module, name, _), (copy, _) in zip(
+            self.experts, weights[num_groups : num_groups + num_parameters], strict=True
+        ):
+            copies[module][name] = copy
+        for module, copies_by_name in copies.items():
+            yield Patch(module, DECODE_COPIES, copies_by_name)
+        (head_VD, bias_V), *adapter = weights[num_groups + num_parameters :]
         assert head_VD is not None
         yield Patch(self.head, "linear", lambda hidden_ND, *_: linear(hidden_ND, head_VD, bias_V))
         if (low := self.head.low_rank()) is not None:

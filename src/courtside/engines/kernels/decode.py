@@ -34,11 +34,12 @@ BLOCK_VOCAB = 4096
 
 @triton.jit
 def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, sinks, parts, maxima, totals,
-            out, scale, window, softcap, key_row, key_head, value_row, value_head,
-            SHARES_PREFIXES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-            HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr,
-            PADDED: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PADDED: tl.constexpr,
-            QUERIES: tl.constexpr, POSITIONS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+            out, scale, window, softcap, key_row, key_head, key_position, value_row, value_head,
+            value_position, SHARES_PREFIXES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+            HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, GROUP: tl.constexpr,
+            SPLITS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+            VALUE_SIZE: tl.constexpr, VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr,
+            POSITIONS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """One part of one row, for the GROUP query heads of one KV head."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads = tl.num_programs(1)
@@ -73,9 +74,10 @@ def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, sinks, pa
         is_visible = is_cached[None, :]
         # Whole blocks only.
         source = tl.where(start + POSITIONS <= prefix_length, prefix_row, cache_row)
-        index = source * key_row + kv_head * key_head + position[:, None] * SIZE + at_d[None, :]
+        index = source * key_row + kv_head * key_head + position[:, None] * key_position
+        index = index + at_d[None, :]
         k = tl.load(keys + index, mask=is_cached[:, None] & (at_d[None, :] < SIZE), other=0.0)
-        index = source * value_row + kv_head * value_head + position[:, None] * VALUE_SIZE
+        index = source * value_row + kv_head * value_head + position[:, None] * value_position
         index = index + at_v[None, :]
         v = tl.load(
             values + index, mask=is_cached[:, None] & (at_v[None, :] < VALUE_SIZE), other=0.0
@@ -162,7 +164,7 @@ def decode_attention(
     target_programs: int = TARGET_PROGRAMS,
 ) -> Tensor:
     """softmax(scale · q·k)·v over the first `length_B` positions of each row; lengths are positive.
-    Values may be shorter than keys (multi-head latent attention).
+    Values may be shorter than keys, and lie between them (multi-head latent attention).
 
     `prefixes`: for each row another with the same keys and values, bit for bit, in its first
     positions, and their number.
@@ -173,7 +175,7 @@ def decode_attention(
     B, H, D = query_BHD.shape
     K = keys_BKLD.shape[1]
     value_size = values_BKLD.shape[3]
-    assert keys_BKLD.stride()[2:] == (D, 1) and values_BKLD.stride()[2:] == (value_size, 1)
+    assert keys_BKLD.stride(3) == values_BKLD.stride(3) == 1
     query_BHD = query_BHD.contiguous()
     out_BHD = query_BHD.new_empty(B, H, value_size, dtype=keys_BKLD.dtype)
     padded, value_padded = (triton.next_power_of_2(max(size, 16)) for size in (D, value_size))
@@ -194,8 +196,8 @@ def decode_attention(
     sinks = maxima if sinks_H is None else sinks_H.float().contiguous()
     _attend[(B, K, splits)](
         query_BHD, keys_BKLD, values_BKLD, length_B, prefix_row_B, prefix_length_B, sinks, parts,
-        maxima, totals, out_BHD, scale, window or 0, softcap or 1.0, *keys_BKLD.stride()[:2],
-        *values_BKLD.stride()[:2], SHARES_PREFIXES=prefixes is not None,
+        maxima, totals, out_BHD, scale, window or 0, softcap or 1.0, *keys_BKLD.stride()[:3],
+        *values_BKLD.stride()[:3], SHARES_PREFIXES=prefixes is not None,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks_H is not None, GROUP=H // K, SPLITS=splits, SIZE=D, PADDED=padded,
         VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
