@@ -7,6 +7,7 @@ from them (`training/sharding.py`). Nothing here knows what is sent. Importing i
 
 from __future__ import annotations
 
+import atexit
 import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -272,7 +273,7 @@ class ProcessGroupRanks(Ranks):
     def close(self) -> None:
         import torch.distributed as dist
 
-        if not self.is_broken:
+        if not (self.is_broken or self.is_apart) and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -290,6 +291,8 @@ def connect(*, device: str, timeout: timedelta) -> Ranks:
 
             device = "cuda" if torch.cuda.is_available() else "cpu"
         _connected = ProcessGroupRanks(device_type=device, timeout=timeout)
+        # Its threads would abort the process when the interpreter ends.
+        atexit.register(_connected.close)
     return _connected
 
 

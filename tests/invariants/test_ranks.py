@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,10 @@ class Cases:
         }
         in_16_bits = {"dtype": "bfloat16", "gradient_checkpointing": True}
         for name, student in (("full", full), ("lora", lora)):
+            for stage in (1, 2):
+                by_teacher[f"{name}-{stage}"] = by_teacher[name] | {
+                    "sharding": {"zero_stage": stage}
+                }
             by_teacher[f"{name}-autocast"] = {
                 "student": student | in_16_bits,
                 "train": TRAIN | {"steps": 1, "micro_batch_tokens": 60},
@@ -153,6 +158,15 @@ class Cases:
             name: small_tree(*models[name], **shared | changes)
             for name, changes in (by_teacher | alone).items()
         }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As the ranks have: two threads share sums differently."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +223,13 @@ def uninterrupted(folder: Path, cases: Cases) -> Path:
     return folder / "uninterrupted"
 
 
-@pytest.mark.parametrize("name", ["full", "lora", "ema", "hints", "rewards", "experts", "pairs"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "full", "full-1", "full-2", "lora", "lora-1", "lora-2",
+        "ema", "hints", "rewards", "experts", "pairs",
+    ],
+)  # fmt: skip
 def test_two_ranks_train_what_one_process_trains(two_ranks: Path, cases: Cases, name: str) -> None:
     alone = two_ranks / f"one-{name}"
     train(parse_recipe(cases.trees()[name]), alone, quiet=True)

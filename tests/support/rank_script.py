@@ -121,3 +121,4 @@ def run_command(arguments: list[str], file: Path) -> None:
 
 if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()))
+    os._exit(0)  # as the command line ends: native threads may abort an interpreter that ends

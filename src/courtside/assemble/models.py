@@ -96,7 +96,7 @@ def load_models(
         ranks.exchange(None)  # all have loaded: from here on they wait for each other's tensors
         with ranks.work_apart():
             mesh = make_mesh(ranks, weights.device)
-            trainer = ShardedWeights(weights, mesh, reshards=recipe.sharding.reshard_after_forward)
+            trainer = ShardedWeights(weights, mesh, zero_stage=recipe.sharding.zero_stage)
             for key, (model, _) in teachers.items():
                 if _is_in_shards(key, model, recipe, ranks):
                     shard_for_scoring(model, mesh, None)

@@ -358,7 +358,10 @@ def update_memory(work: Workload) -> PhaseMemory:
         parts["bf16 weights"] = 2.0 * models.student.num_parameters
     if shards > 1:
         parts["gathered layers"] = gathered_bytes(work)
-        if models.trains_head:  # reduced in the last pass, with the embedding's
+        if work.recipe.sharding.zero_stage == 1:  # whole until they are reduced
+            parts["gradients"] += 4.0 * models.num_trained
+        elif models.trains_head:
+            # Reduced in the last pass, with the embedding's.
             parts["gradients"] += 4.0 * num_gathered_parameters(models.student)
     if work.defers_hints:
         parts["KV cache of trunks"] = tokens * kv_bytes_per_token(work)
@@ -377,10 +380,11 @@ def update_memory(work: Workload) -> PhaseMemory:
 
 
 def gathered_bytes(work: Workload) -> float:
-    """Sharded weights in use: two layers (one is prefetched), and embedding with LM head, in the
-    dtype that they are stored in, with bfloat16 copies of float32 ones."""
+    """Sharded weights in use: two layers (one is prefetched) or all, and embedding with LM head, in
+    the dtype that they are stored in, with bfloat16 copies of float32 ones."""
     shape = work.models.student
-    layers = 2 * shape.num_linear_parameters / shape.num_layers
+    num_layers = 2 if work.recipe.sharding.zero_stage == 3 else shape.num_layers
+    layers = num_layers * shape.num_linear_parameters / shape.num_layers
     item = ITEM_SIZE.get(work.models.base_dtype, 2) + (2 if _casts(work) else 0)
     return item * (layers + num_gathered_parameters(shape))
 

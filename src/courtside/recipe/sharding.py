@@ -16,9 +16,12 @@ are whole, and 14 billion in shards."""
 class ShardingConfig(Section):
     """How many processes there are is the launcher's to say: --nproc, or torchrun."""
 
-    reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward pass, and gather them again for its
-    backward pass. False: less communication, and the whole model in memory during a pass."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """What is in shards, as in ZeRO: optimizer state (1), gradients, too (2), and weights (3).
+    3 gathers a layer for each forward and each backward pass; 2 gathers it once for both, with the
+    whole model in memory during a pass. 1 gathers all weights once for a step and reduces their
+    gradients once, in its last pass: the least communication, with whole weights and gradients in
+    memory during an update. All three train the same."""
     teachers: Literal["auto", "whole", "shards"] = "auto"
     """Weights of teachers and the reference, where they are not those of the student's own copy:
     whole on every process, or in shards over all of them, where each forward pass gathers one layer

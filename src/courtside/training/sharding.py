@@ -1,7 +1,8 @@
 """The student's weights, gradients and optimizer state as shards over the ranks (FSDP2).
 
 Trainer and sampler are two models. The trainer's layers are `fully_shard`ed: each is gathered for
-its own forward and backward pass, and its gradient is reduce-scattered. Embeddings, final norm and
+its own forward and backward pass, and its gradient is reduce-scattered (or once for all passes of a
+step, see `zero_stage`). Embeddings, final norm and
 LM head are gathered for the whole step, because the fused head takes the plain weight, and their
 gradient is reduce-scattered in the last pass. The sampler is a plain copy that samples and scores;
 it takes over the trained weights after each step. So rollouts have no collectives, and engines and
@@ -35,19 +36,19 @@ from courtside.training.weights import StudentWeights
 class ShardedWeights(StudentWeights):
     """The trainer's model; `sampler` has the same weights, whole."""
 
-    def __init__(self, sampler: StudentWeights, mesh: DeviceMesh, *, reshards: bool):
-        """`reshards`: a layer is gathered again for its backward pass."""
+    def __init__(self, sampler: StudentWeights, mesh: DeviceMesh, *, zero_stage: int):
+        """`zero_stage`: see `ShardingConfig`."""
         self.sampler, self.device, self.autocast = sampler, sampler.device, sampler.autocast
         self.adapter = None  # the sampler's is switched off and on, never the trainer's
         self.model, self.mesh = _copy_to_host(sampler.model), mesh
         disable_activation_checkpointing(sampler.model)
-        self._reshards = reshards
+        self._zero_stage, reshards = zero_stage, zero_stage == 3
         self._layers = _shard(self.model, mesh, self.autocast, reshards=reshards)
         for module in (self.model, *self._layers):
             # Sums over the ranks: the denominators of the losses are those of the whole step.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        self.model.set_reshard_after_backward(False, recurse=False)
+        self.model.set_reshard_after_backward(False, recurse=zero_stage == 1)
         self._trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if self.autocast is not None and sampler.adapter is None:
             _cast_linear_weights(sampler.model, self.autocast)
@@ -77,11 +78,11 @@ class ShardedWeights(StudentWeights):
         finally:
             for layer in self._layers:
                 layer.reshard()
-                layer.set_reshard_after_forward(self._reshards)
+                layer.set_reshard_after_forward(self._zero_stage == 3)
 
     def start_pass(self, head: LMHead, *, is_last: bool) -> None:
         # The ranks reduce a gradient together, so all of them have it in the last pass.
-        self.model.set_requires_gradient_sync(is_last, recurse=False)
+        self.model.set_requires_gradient_sync(is_last, recurse=self._zero_stage == 1)
         allocate_head_gradient(head)
 
     @torch.no_grad()
