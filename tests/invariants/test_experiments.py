@@ -203,6 +203,57 @@ def test_a_killed_experiment_ends_its_workers_and_goes_on(
     assert resumed == unbroken
 
 
+CROWDED = """
+learning_rates = [1e-3]
+seeds = [0, 1, 2]
+with = ["evaluate.every=0", "rollout.max_new_tokens=4"]
+[arms.only]
+recipe = "recipe.toml"
+"""
+CROWD = """
+import sys
+from pathlib import Path
+if "--multiprocessing-fork" in sys.argv:
+    import torch
+    from courtside.training.student import Student
+    plain = Student.step
+    def step(self, *args):
+        for number in range(NUM_ERRORS):
+            try:
+                Path(f"FOLDER/error-{number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return plain(self, *args)
+    Student.step = step
+"""
+"""Imported by every process at its start: so many updates in all find no memory."""
+
+
+@pytest.mark.parametrize("num_errors", [1, 9])
+def test_runs_without_memory_start_again_with_fewer_at_a_time(
+    tmp_path: Path, roomy_folder: Path, num_errors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "crowded"
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(RECIPE.replace("MODEL", str(roomy_folder)))
+    (folder / "experiment.toml").write_text(CROWDED)
+    crowd = CROWD.replace("NUM_ERRORS", str(num_errors)).replace("FOLDER", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text(crowd)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = run_command(folder, "--jobs", "2")
+    restarts = [line for line in done.stdout.splitlines() if " again only-" in line]
+    assert len(restarts) == 1, done.stdout + done.stderr
+    assert "beside 1 others. From now on 1 at a time" in restarts[0]
+    if num_errors == 1:
+        assert done.returncode == 0 and "(3 of 3)" in done.stdout
+        return
+    # One alone that finds none has failed, and another start of the experiment tries it again.
+    assert done.returncode == 1 and done.stdout.count("FAILED only-") == 3
+    assert "out of GPU memory at step 0: CUDA out of memory" in done.stdout
+    assert "0 of 3, 3 failed" not in done.stdout, "it is told where a run is done"
+
+
 BUDGET = """
 learning_rates = [1e-3]
 seeds = [0, 1]

@@ -79,10 +79,19 @@ class Runner:
         )
         self._print(f"done {job.name} in {format_duration(seconds)}{score} ({self._count()})")
 
+    def report_retry(self, job: Job, num_workers: int) -> None:
+        del self._starts[job.name]
+        self._print(
+            f"again {job.name}, later: out of GPU memory beside {num_workers} others. From now on "
+            f"{num_workers} at a time"
+        )
+
     def _count(self) -> str:
         total = count_runs(self.plan, self.only) + len(self.prepare)
         names = {job.name for job in self.jobs()} & self.outcomes.keys()
-        return f"{len(names)} of {total}"
+        num_failed = sum("failed" in self.outcomes[name] for name in names)
+        failed = f", {num_failed} failed" if num_failed else ""
+        return f"{len(names) - num_failed} of {total}{failed}"
 
     def _print(self, text: str) -> None:
         self._report(f"{time.strftime('%H:%M:%S')} {text}")
@@ -115,6 +124,7 @@ def run_experiment(
             num_workers=num_workers,
             on_start=runner.report_start,
             on_end=runner.report_end,
+            on_retry=runner.report_retry,
         )
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, StopSignal) else INTERRUPT

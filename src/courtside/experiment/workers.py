@@ -1,8 +1,9 @@
 """Processes that train one run after the other, so that imports and CUDA's start are paid once.
 
 A worker does what `courtside train` does, with each run's output in its own log. A run that fails
-ends its worker, traceback and all: another one takes over, with a clean GPU context. A worker whose
-parent is gone saves its run and ends.
+ends its worker, traceback and all: another one takes over, with a clean GPU context. A run for
+which the others left no GPU memory starts again, with fewer beside it. A worker whose parent is
+gone saves its run and ends.
 """
 
 from __future__ import annotations
@@ -11,23 +12,35 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from courtside.errors import UserError
+from courtside.errors import RunError, UserError
 from courtside.experiment.jobs import Job
 from courtside.experiment.outcomes import Outcome, measure_run
 from courtside.report.folder.files import replace_file
 
 NUM_LAST_LINES = 3
-"""Of a failed run's log, told where it failed."""
+"""Of the log of a run that ended without a word, told where it failed."""
+MAX_REASON = 500
+"""Characters of an error's message; the log has all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    reason: str
+    is_out_of_memory: bool = False
+    """Of the GPU, which other runs share."""
 
 
 def run_all(
@@ -36,11 +49,14 @@ def run_all(
     num_workers: int,
     on_start: Callable[[Job], None],
     on_end: Callable[[Job, str | None], None],
+    on_retry: Callable[[Job, int], None],
 ) -> None:
     """Ask `next_job` (given the names under way) for work until it has none and none is under way.
 
-    `on_end` gets each job that ended, with the reason if it failed; more jobs may be known then. A
-    signal that ends this process ends the workers, after they have saved their runs.
+    `on_end` gets each job that ended, with the reason if it failed; more jobs may be known then.
+    `on_retry` gets one that found too little GPU memory beside others, and how many run at a time
+    from there on; `next_job` is to give it again. A signal that ends this process ends the workers,
+    after they have saved their runs.
     """
     context = multiprocessing.get_context("spawn")
     idle: list[tuple[Any, Connection]] = []
@@ -58,14 +74,15 @@ def run_all(
             break
         for pipe in _wait_for_ends(busy):
             process, job = busy.pop(pipe)
-            try:
-                pipe.recv()
-            except EOFError:
-                process.join()
-                on_end(job, _describe_failure(job, process.exitcode))
-                continue
-            idle.append((process, pipe))
-            on_end(job, None)
+            failure = _receive_end(pipe, process, job)
+            if failure is None:
+                idle.append((process, pipe))
+                on_end(job, None)
+            elif failure.is_out_of_memory and busy:
+                num_workers = len(busy)
+                on_retry(job, num_workers)
+            else:
+                on_end(job, failure.reason)
     for process, pipe in idle:
         pipe.close()
         process.join()
@@ -98,9 +115,35 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)  # a run in training saves its steps first
 
 
-def _describe_failure(job: Job, code: int | None) -> str:
-    last = job.log.read_text(errors="replace").strip().splitlines() if job.log.exists() else []
-    return f"ended with {code}: " + " | ".join(last[-NUM_LAST_LINES:])
+def _receive_end(pipe: Any, process: Any, job: Job) -> Failure | None:
+    """None: the run went through. A worker whose run failed has ended when this returns."""
+    failure: Failure | None
+    try:
+        failure = pipe.recv()
+    except EOFError:
+        process.join()
+        last = job.log.read_text(errors="replace").strip().splitlines() if job.log.exists() else []
+        text = " | ".join(last[-NUM_LAST_LINES:])
+        return Failure(reason=f"ended with {process.exitcode}: {text}"[:MAX_REASON])
+    if failure is not None:
+        process.join()  # its memory is free
+    return failure
+
+
+def describe_error(error: Exception) -> Failure:
+    import torch
+
+    is_out_of_memory = False
+    cause: BaseException | None = error
+    while cause is not None and not is_out_of_memory:
+        # Libraries beside torch have errors of their own for it.
+        is_cuda = "CUDA" in str(cause) or "cuda" in type(cause).__module__
+        is_out_of_memory = isinstance(cause, torch.OutOfMemoryError) or (
+            is_cuda and bool(re.search("out of memory|ALLOC_FAILED", str(cause)))
+        )
+        cause = cause.__cause__ or cause.__context__
+    name = "" if isinstance(error, UserError | RunError) else f"{type(error).__name__}: "
+    return Failure(reason=f"{name}{error}"[:MAX_REASON], is_out_of_memory=is_out_of_memory)
 
 
 def serve_jobs(jobs: Connection) -> None:
@@ -112,8 +155,13 @@ def serve_jobs(jobs: Connection) -> None:
         except EOFError:
             return
         _redirect_output(job.log)
-        run_job(job)
-        jobs.send(job.name)
+        try:
+            run_job(job)
+        except Exception as error:
+            with suppress(OSError):  # the parent may be gone
+                jobs.send(describe_error(error))
+            raise
+        jobs.send(None)
 
 
 def run_job(job: Job) -> None:
