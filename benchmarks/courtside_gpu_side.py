@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
@@ -66,7 +66,9 @@ REVERSE_KL = {"kind": "divergence", "divergence": "reverse_kl", "support": {"kin
 class GpuRun(TimedRun):
     """Synchronizes with the GPU where a phase ends, and records the memory it took."""
 
-    def __init__(self, parts: Runtime, folder: RunFolder) -> None:
+    def __init__(self, parts: Runtime, folder: RunFolder, profiled: str, file: Path) -> None:
+        """`profiled`: a phase; what it does in the last step is written to `file`."""
+        self.profiled, self.file = profiled, file
         self.spent = PhaseClock()
         self.peaks = Peaks(parts.engine.device.type)
         super().__init__(parts, folder)
@@ -74,8 +76,10 @@ class GpuRun(TimedRun):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         with self.spent(name), super().phase(name):
-            yield
-            self.peaks.fence()
+            is_profiled = name == self.profiled and self.num_steps == self.recipe.train.steps - 1
+            with profile_to(self.file) if is_profiled else nullcontext():
+                yield
+                self.peaks.fence()
         self.peaks.close(name)
 
     def record(self, step: int, scored: Sequence[Scored], update: Update, *counts: Any) -> None:
@@ -94,6 +98,19 @@ class GpuRun(TimedRun):
         )
         # Measuring memory is no part of the next step.
         self.timer.start()
+
+
+@contextmanager
+def profile_to(file: Path) -> Iterator[None]:
+    """Tables of the operators by time on the device and on the host, and of the calls of CUDA."""
+    from torch.profiler import profile
+
+    with profile() as profiler:
+        yield
+    averages = profiler.key_averages()
+    kinds = ("self_device_time_total", "self_cpu_time_total")
+    tables = [averages.table(sort_by=k, row_limit=40, max_name_column_width=70) for k in kinds]
+    file.write_text("\n".join(tables))
 
 
 def recipe(job: Job, folder: Path, args: argparse.Namespace, work: Path) -> Recipe:
@@ -165,7 +182,7 @@ def measure(args: argparse.Namespace, work: Path) -> SideResult:
     with RunFolder.open(work / "run", plan) as folder:
         parts = assemble_random(plan)
         check = None if args.side.startswith("hints") else checked(parts, shape, args.job)
-        run = GpuRun(parts, folder)
+        run = GpuRun(parts, folder, args.profile, args.out.with_suffix(".profile"))
         run.peaks.begin()
         train_loop(parts, run)
     trained = parts.student.weights.trained.values()
@@ -208,6 +225,7 @@ def main() -> None:
         choices=("courtside", "courtside_lean", "courtside_sharded", "hints", "hints_lean"),
     )  # fmt: skip
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value of the recipe")
+    parser.add_argument("--profile", default="", help="phase of the last step: update")
     args = parser.parse_args()
     wait_for_go()
     with tempfile.TemporaryDirectory(prefix="courtside-side-") as folder:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -61,6 +62,7 @@ class Side:
         self.shape, self.side = shape, side
         self.out = work / f"{shape}-{side}.json"
         self.log = self.out.with_suffix(".log")
+        self.tables = args.out.with_name(f"{args.out.stem}-{shape}-{side}.profile")
         command = side_command(args, work / shape, side, self.out)
         paths = [args.vllm if side == "trl_vllm" else None, os.environ.get("PYTHONPATH")]
         environment = {
@@ -91,6 +93,8 @@ class Side:
         record: dict[str, Any] = {"side": self.side, "config": self.shape}
         if self.process.returncode == 0:
             record = json.loads(self.out.read_text())
+            if (table := self.out.with_suffix(".profile")).exists():
+                shutil.copy(table, self.tables)
         else:
             tail = self.log.read_text().splitlines()[-30:]
             record["failed"] = "\n".join([ended, *tail])
@@ -129,6 +133,7 @@ def side_command(args: argparse.Namespace, job: Path, side: str, out: Path) -> l
         "hints": args.set_hints,
         "hints_lean": [half_of_the_rows(args.job, side), *args.set_lean, *args.set_hints],
     }
+    command += ["--profile", args.profile] if args.profile else []
     return command + (["--set", *sets[side]] if sets[side] else [])
 
 
@@ -338,6 +343,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trl-warmup-tokens", type=int, default=32,
                         help="new tokens in the step before the measured ones")  # fmt: skip
     parser.add_argument("--python-trl", default=sys.executable, help="if TRL lives elsewhere")
+    parser.add_argument("--profile", default="", metavar="PHASE",
+                        help="of our last step: update. Tables beside --out")  # fmt: skip
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for each process")
     args = parser.parse_args()
     device = args.device or ("cpu" if args.tiny else "cuda")
