@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import courtside
+from courtside.errors import UserError
 from courtside.experiment.episode_counts import resampled_rates
 
 Tree = dict[str, Any]
@@ -201,6 +202,74 @@ def test_a_killed_experiment_ends_its_workers_and_goes_on(
     )
     resumed.pop("costs"), unbroken.pop("costs")  # steps that were done twice are paid twice
     assert resumed == unbroken
+
+
+DOCUMENTS = """
+[tasks]
+kind = "documents"
+path = "FOLDER/documents"
+max_tokens = 32
+[rollout]
+student_fraction = 0
+max_new_tokens = 6
+[student]
+model = "MODEL"
+[[losses]]
+kind = "cross_entropy"
+on = "dataset"
+[train]
+steps = 2
+prompts_per_step = 1
+[evaluate]
+num_tasks = 2
+suites = { sums = { kind = "arithmetic" } }
+"""
+LEARNED = """
+learning_rates = [1e-3]
+seeds = [0, 1]
+contrasts = [["fast", "slow"]]
+outcomes = { "sums/score" = 0.1 }
+[arms.slow]
+recipe = "recipe.toml"
+[arms.fast]
+recipe = "recipe.toml"
+learning_rates = [1e-2]
+"""
+
+
+def test_arms_that_learn_documents_are_compared_by_their_suites(
+    tmp_path: Path, roomy_folder: Path
+) -> None:
+    folder = tmp_path / "texts"
+    (folder / "documents").mkdir(parents=True)
+    for number in range(3):
+        (folder / "documents" / f"{number}.txt").write_text(f"The town {number} is old. " * 9)
+    recipe = DOCUMENTS.replace("MODEL", str(roomy_folder)).replace("FOLDER", str(folder))
+    (folder / "recipe.toml").write_text(recipe)
+    swept = LEARNED.replace("[1e-2]", "[1e-2, 1e-3]")
+    (folder / "experiment.toml").write_text(swept)
+    refused = run_command(folder, "evaluate.every=1")
+    assert refused.returncode == 2 and "which documents lack" in refused.stderr
+    (folder / "experiment.toml").write_text(LEARNED)
+    done = run_command(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(", sums 0.") == 4
+    results = json.loads((folder / "results.json").read_text())
+    row = results["arms"]["slow"]
+    assert row["sums/after"]["seeds"] == 2 and "after" not in row
+    (contrast,) = results["contrasts"]
+    assert contrast["outcome"] == "sums/score" and contrast["seeds"] == 2
+    runs = folder / "runs" / "texts"
+    with pytest.raises(
+        UserError, match=r"evaluations of suites alone\. Name one with --suite: sums"
+    ):
+        courtside.compare([runs])
+    with pytest.raises(UserError, match="no evaluation of the suite 'sum'"):
+        courtside.compare([runs], suite="sum")
+    comparison = courtside.compare([runs], suite="sums")
+    assert [arm.seeds for arm in comparison.arms] == [(0, 1), (0, 1)]
+    assert comparison.arms[0].after.mean == results["arms"]["fast"]["sums/after"]["mean"]
+    assert comparison.notes[0] == "Scores are those of the suite 'sums'."
 
 
 CROWDED = """

@@ -32,6 +32,14 @@ def compare(
         str,
         typer.Option(metavar="REGEX", show_default=False, help="Of the arms' names. Unset: all."),
     ] = "",
+    suite: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="Of evaluations (evaluate.suites). Unset: the runs' own kind of tasks.",
+        ),
+    ] = "",
     price_per_hour: Annotated[
         float | None,
         typer.Option(
@@ -48,7 +56,9 @@ def compare(
     from courtside.cli.tables import print_json, print_table, text_table
     from courtside.comparison.comparison import compare as compare_runs
 
-    comparison = compare_runs(_train_recipes(runs), price_per_hour=price_per_hour, only=only)
+    comparison = compare_runs(
+        _train_recipes(runs), price_per_hour=price_per_hour, only=only, suite=suite
+    )
     page = comparison.write_html(out)
     if json:
         print_json(comparison.to_dict())

@@ -135,13 +135,18 @@ class Comparison:
 
 
 def compare(
-    runs: Sequence[str | Path], *, price_per_hour: float | None = None, only: str = ""
+    runs: Sequence[str | Path],
+    *,
+    price_per_hour: float | None = None,
+    only: str = "",
+    suite: str = "",
 ) -> Comparison:
     """Compare finished runs: scores, paired differences, costs and scores at equal budgets.
 
     `runs`: run folders, or folders with runs such as that of an experiment. Runs of one recipe with
     other seeds are one arm. `price_per_hour`: of the machine, for costs in money. `only`: a regular
-    expression for the names of arms. Runs without a task in common are refused; where they share
+    expression for the names of arms. `suite`: of evaluations, whose scores are compared in place of
+    those on the runs' own tasks. Runs without a task in common are refused; where they share
     some of their tasks, those are compared, and `notes` say so.
     """
     if isinstance(runs, str | Path) or not isinstance(runs, Sequence) or not runs:
@@ -151,7 +156,7 @@ def compare(
         )
     if price_per_hour is not None and not price_per_hour > 0:
         raise UserError(f"compare: price_per_hour = {price_per_hour!r}; give a number above 0")
-    arms = group_arms([read_run(path, arm, price_per_hour) for path, arm in find_runs(runs)])
+    arms = group_arms([read_run(path, arm, price_per_hour, suite) for path, arm in find_runs(runs)])
     arms = _select_arms(arms, only)
     tasks = find_shared_tasks(arms)
     curve_tasks = select_curve(arms, tasks)
@@ -169,7 +174,10 @@ def compare(
         tasks=tasks,
         curve_tasks=curve_tasks,
         price_per_hour=price_per_hour,
-        notes=tuple(_find_notes(summaries, tasks, curve_tasks)),
+        notes=(
+            *([f"Scores are those of the suite {suite!r}."] if suite else []),
+            *_find_notes(summaries, tasks, curve_tasks),
+        ),
     )
 
 

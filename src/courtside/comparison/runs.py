@@ -113,12 +113,23 @@ def _find_inside(folder: Path) -> Iterator[tuple[Path, str | None]]:
             yield path, None
 
 
-def read_run(path: Path, arm: str | None, price_per_hour: float | None) -> ComparedRun:
+def read_run(
+    path: Path, arm: str | None, price_per_hour: float | None, suite: str = ""
+) -> ComparedRun:
+    """`suite`: of its evaluations, in place of those on the run's own kind of tasks."""
     folder = RunFolder.read(path)
+    policy = f"student:{suite}" if suite else "student"
+    policies = {evaluation.policy for evaluation in folder.evaluations()}
+    suites = sorted(p.partition(":")[2] for p in policies if p.startswith("student:"))
+    if suites and policy not in policies:
+        missing = (
+            f"no evaluation of the suite {suite!r}" if suite else "evaluations of suites alone"
+        )
+        raise UserError(f"{path}: {missing}. Name one with --suite: {', '.join(suites)}")
     rows = folder.metrics()
     measurements: dict[Split, list[Measurement]] = {}
     for evaluation in sorted(folder.evaluations(), key=lambda evaluation: evaluation.step):
-        if evaluation.policy == "student":
+        if evaluation.policy == policy:
             spent = _spent_after(evaluation.step, rows, price_per_hour)
             measurements.setdefault(evaluation.split, []).append(
                 Measurement(step=evaluation.step, scores=evaluation.scores, spent=spent)

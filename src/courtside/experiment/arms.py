@@ -157,7 +157,7 @@ def format_summary(results: Mapping[str, Any]) -> Iterable[str]:
         for arm, row in section["arms"].items():
             name = f"{variant} {arm}".strip()
             rate = f"lr {results['learning_rates'][arm]:g}"
-            cells = [f"{name:<24} {rate:<9} {row['after']['seeds']} seeds"]
+            cells = [f"{name:<24} {rate:<9} {len(row['runs'])} seeds"]
             for measure in columns:
                 if measure in row:
                     before = row.get(f"{measure.removesuffix('after')}before")

@@ -67,8 +67,9 @@ def measure_run(run: Path) -> Outcome:
             suites.setdefault(e["policy"].partition(":")[2], []).append(e)
     teacher = [e["mean_score"] for e in evaluations if e["policy"] == "teacher"]
     costs = json.loads((run / "costs.json").read_text())
+    test = [e for e in student_evaluations if e["split"] == "test"]
     return {
-        **_before_and_after([e for e in student_evaluations if e["split"] == "test"]),
+        **(_before_and_after(test) if test else {}),  # documents have suites alone
         "suites": {name: _before_and_after(rows) for name, rows in suites.items()},
         "teacher": teacher[0] if teacher else None,
         "trained_tokens": total,
@@ -120,6 +121,8 @@ def measures(run: Outcome) -> dict[str, float]:
         ("", run),
         *((f"{name}/", suite) for name, suite in run.get("suites", {}).items()),
     ):
+        if "after" not in part:
+            continue
         before, after = (part[f"metrics_{when}"] for when in ("before", "after"))
         events = {key for key in (*before, *after) if key.startswith("events/")}
         told_apart = {key for key in (*before, *after) if key.startswith(PREFIXES)}

@@ -72,11 +72,9 @@ class Runner:
             return
         outcome: Outcome = json.loads(job.outcome.read_text())
         self.outcomes[job.name] = outcome
-        score = (
-            f", score {outcome['before']:.3f} → {outcome['after']:.3f}"
-            if job.export is None
-            else ""
-        )
+        parts = [("score", outcome), *outcome.get("suites", {}).items()]
+        scores = [(name, part) for name, part in parts if "after" in part][:1]
+        score = "".join(f", {n} {p['before']:.3f} → {p['after']:.3f}" for n, p in scores)
         self._print(f"done {job.name} in {format_duration(seconds)}{score} ({self._count()})")
 
     def report_retry(self, job: Job, num_workers: int) -> None:

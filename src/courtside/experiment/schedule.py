@@ -162,6 +162,11 @@ def _load_named(job: Job, where: str) -> Recipe:
 
 
 def _check_validation(recipe: Recipe, choose_by: str, where: str) -> None:
+    if recipe.tasks.kind == "documents":
+        raise RecipeError(
+            f"{where}: learning rates are chosen on validation tasks, which documents lack. Give "
+            "one learning rate, or an arm for each"
+        )
     if not recipe.evaluate.every or recipe.evaluate.every > recipe.train.steps:
         raise RecipeError(
             f"{where}: learning rates are chosen on validation tasks, and evaluate.every = "
