@@ -10,7 +10,10 @@ import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+from torch import Tensor, nn
 
 MISSING: Any = object()
 
@@ -58,7 +61,10 @@ def apply_patches(patches: Iterable[Patch]) -> Iterator[None]:
         for patch, original in reversed(originals):
             if _current(patch) is not patch.value:
                 raise PatchError(f"{patch} is restored out of order. Active: {_summary()}")
-            _active.remove(patch)
+            if _active[-1] is patch:
+                _active.pop()
+            else:
+                _active.remove(patch)
             _assign(patch, original)
 
 
@@ -80,29 +86,42 @@ def patch_attention(model: Any, name: str) -> Patch:
     return Patch(model.config.get_text_config(), "_attn_implementation", name, nests=True)
 
 
+# A model of 28 layers has 140 patches, applied for every batch of passes: what depends on
+# classes alone is looked up once, and functions do not go through `nn.Module.__setattr__`.
+
+
 def _key(patch: Patch) -> tuple[int, str]:
-    return id(patch.target), _stored_name(patch)
+    return id(patch.target), _stored_name(type(patch.target), patch.attribute)
 
 
-def _stored_name(patch: Patch) -> str:
+@cache
+def _stored_name(kind: type, attribute: str) -> str:
     """A config of transformers may hold an attribute under another name (`attribute_map`)."""
-    names = getattr(type(patch.target), "attribute_map", None)
-    return (
-        names.get(patch.attribute, patch.attribute) if isinstance(names, dict) else patch.attribute
-    )
+    names = getattr(kind, "attribute_map", None)
+    return str(names.get(attribute, attribute)) if isinstance(names, dict) else attribute
+
+
+@cache
+def _is_property(kind: type, attribute: str) -> bool:
+    return inspect.isdatadescriptor(inspect.getattr_static(kind, attribute, None))
 
 
 def _current(patch: Patch) -> Any:
     """MISSING where the class provides the attribute and the instance does not."""
-    of_class = inspect.getattr_static(type(patch.target), patch.attribute, None)
-    if inspect.isdatadescriptor(of_class):
+    kind = type(patch.target)
+    if _is_property(kind, patch.attribute):
         return getattr(patch.target, patch.attribute)
-    return vars(patch.target).get(_stored_name(patch), MISSING)
+    return vars(patch.target).get(_stored_name(kind, patch.attribute), MISSING)
 
 
 def _assign(patch: Patch, value: Any) -> None:
+    is_instance_attribute = isinstance(patch.target, nn.Module) and not _is_property(
+        type(patch.target), patch.attribute
+    )
     if value is MISSING:
         delattr(patch.target, patch.attribute)
+    elif is_instance_attribute and not isinstance(value, Tensor | nn.Module):
+        vars(patch.target)[patch.attribute] = value
     else:
         setattr(patch.target, patch.attribute, value)
 
