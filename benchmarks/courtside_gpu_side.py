@@ -226,9 +226,14 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value of the recipe")
     parser.add_argument("--profile", default="", help="phase of the last step: update")
+    parser.add_argument("--keep-cache", action="store_true", help="see opd_step_gpu.py")
     args = parser.parse_args()
     wait_for_go()
-    with tempfile.TemporaryDirectory(prefix="courtside-side-") as folder:
+    keeping = patch.object(torch.cuda, "empty_cache", lambda: None)
+    with (
+        keeping if args.keep_cache else nullcontext(),
+        tempfile.TemporaryDirectory(prefix="courtside-side-") as folder,
+    ):
         write_json(args.out, measure(args, Path(folder)))
 
 

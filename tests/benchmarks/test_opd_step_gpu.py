@@ -218,7 +218,8 @@ def test_every_turn_is_sampled_and_the_hinted_ones_are_trained(
     job, work = driver.TINY, tmp_path / "work"
     work.mkdir()
     driver.write_folder(tmp_path, job, "tiny")
-    result = side.measure(Namespace(job=tmp_path, side="hints", steps=1, set=[]), work)
+    args = Namespace(job=tmp_path, side="hints", steps=1, set=[], profile="", out=work)
+    result = side.measure(args, work)
     assert result.num_prompt_tokens == job.rows * job.prompt_tokens
     for step in result.steps:
         assert {"rollout", "reader", "teacher", "update"} <= step.phases.keys()
