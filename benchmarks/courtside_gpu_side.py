@@ -66,7 +66,9 @@ REVERSE_KL = {"kind": "divergence", "divergence": "reverse_kl", "support": {"kin
 class GpuRun(TimedRun):
     """Synchronizes with the GPU where a phase ends, and records the memory it took."""
 
-    def __init__(self, parts: Runtime, folder: RunFolder, profiled: str, file: Path) -> None:
+    def __init__(
+        self, parts: Runtime, folder: RunFolder, *, profiled: str = "", file: Path | None = None
+    ) -> None:
         """`profiled`: a phase; what it does in the last step is written to `file`."""
         self.profiled, self.file = profiled, file
         self.spent = PhaseClock()
@@ -77,7 +79,8 @@ class GpuRun(TimedRun):
     def phase(self, name: str) -> Iterator[None]:
         with self.spent(name), super().phase(name):
             is_profiled = name == self.profiled and self.num_steps == self.recipe.train.steps - 1
-            with profile_to(self.file) if is_profiled else nullcontext():
+            file = self.file if is_profiled else None
+            with profile_to(file) if file is not None else nullcontext():
                 yield
                 self.peaks.fence()
         self.peaks.close(name)
@@ -182,7 +185,7 @@ def measure(args: argparse.Namespace, work: Path) -> SideResult:
     with RunFolder.open(work / "run", plan) as folder:
         parts = assemble_random(plan)
         check = None if args.side.startswith("hints") else checked(parts, shape, args.job)
-        run = GpuRun(parts, folder, args.profile, args.out.with_suffix(".profile"))
+        run = GpuRun(parts, folder, profiled=args.profile, file=args.out.with_suffix(".profile"))
         run.peaks.begin()
         train_loop(parts, run)
     trained = parts.student.weights.trained.values()
