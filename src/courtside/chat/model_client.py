@@ -21,6 +21,8 @@ class Reply:
     """As the server sent them, not checked."""
     is_truncated: bool = False
     """Whether it ended at the limit of tokens, and not by itself."""
+    request_id: str | None = None
+    """By which the server's log names it; None: no server wrote it."""
 
 
 class ModelClient(Protocol):

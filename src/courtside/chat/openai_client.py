@@ -1,11 +1,14 @@
 """A model behind OpenAI's chat completions, over HTTP.
 
+Each try has a request id, which messages and logs of failures name, as they do for servers of
+rollouts and scores.
 The key is read from the environment when the client is made and goes into one header; it is in no
 record, message or file of ours.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -18,6 +21,7 @@ from courtside.chat.api_requests import make_request_fields
 from courtside.chat.model_client import Reply
 from courtside.errors import RunError
 from courtside.recipe.endpoint import EndpointConfig, read_api_key
+from courtside.request_ids import HEADER, RequestIds
 from courtside.sanitize import to_one_line, truncate
 from courtside.tls import explain_tls_failure, make_tls_context
 from courtside.types import Message
@@ -25,6 +29,7 @@ from courtside.types import Message
 LONGEST_WAIT = 60.0
 """Seconds between two tries, whatever the server asks for."""
 GO_ON = "Then start the same command again: a run goes on from its last checkpoint"
+LOGGER = logging.getLogger("courtside.servers")
 
 
 class _Busy(Exception):
@@ -64,6 +69,7 @@ class OpenAIClient:
         """Seconds before the second try; doubled each time."""
         self._key = read_api_key(endpoint.api_key_env, field)
         self._verify = make_tls_context([endpoint.base_url])
+        self._ids = RequestIds()
         self._stop = threading.Event()
         """Set when requests are given up, so that the others do not go on trying."""
 
@@ -129,16 +135,16 @@ class OpenAIClient:
         body = self._body(prompt)
         for tries in range(1, self.endpoint.max_retries + 2):
             try:
-                return self._once(client, body)
+                return self._send(client, body)
             except _Busy as busy:
                 last = busy
             pause = self.first_wait * 2 ** (tries - 1) if last.wait is None else last.wait
             if tries <= self.endpoint.max_retries and self._stop.wait(min(pause, LONGEST_WAIT)):
                 break  # another request failed for good; its error is the one to tell
         raise RunError(
-            f"{self.field}.base_url = {self.endpoint.base_url!r}: no answer after {tries} tries "
-            f"({last}). Check that the server runs and can be reached from here, or raise its "
-            f"timeout and retries. {GO_ON}"
+            f"{self.field}.base_url = {self.endpoint.base_url!r}: no answer after {tries} "
+            f"tries, the last: {last}. Check that the server runs and can be reached from here, or "
+            f"raise its timeout and retries. {GO_ON}"
         )
 
     def _body(self, prompt: Sequence[Message]) -> dict[str, Any]:
@@ -155,26 +161,39 @@ class OpenAIClient:
             **extra,
         }
 
-    def _once(self, client: httpx.Client, body: dict[str, Any]) -> Reply:
+    def _send(self, client: httpx.Client, body: dict[str, Any]) -> Reply:
+        """Once; what fails may be a counted drop, so it is logged here."""
+        name = self._ids.make()
         try:
-            response = client.post(f"{self.endpoint.base_url}/chat/completions", json=body)
+            return self._send_as(name, client, body)
+        except (_Busy, RunError) as error:
+            url = self.endpoint.base_url
+            fields = {"server": self.field, "url": url, "request_id": name}
+            LOGGER.info("%s: %s", url, error, extra={"event": "request_failed", **fields})
+            raise
+
+    def _send_as(self, name: str, client: httpx.Client, body: dict[str, Any]) -> Reply:
+        url = f"{self.endpoint.base_url}/chat/completions"
+        try:
+            response = client.post(url, json=body, headers={HEADER: name})
         except httpx.TransportError as error:
             if (explanation := explain_tls_failure(error)) is not None:
                 raise RunError(
                     f"{self.field}.base_url = {self.endpoint.base_url!r}: {explanation}"
                 ) from None
-            raise _Busy(f"{type(error).__name__}: {error}") from None
+            raise _Busy(f"{type(error).__name__}: {error} ({name})") from None
         status = response.status_code
         if status in (408, 425, 429) or status >= 500:
-            raise _Busy(f"status {status}: {self._excerpt(response)}", _retry_after(response))
+            reason = f"status {status}: {self._excerpt(response)} ({name})"
+            raise _Busy(reason, _retry_after(response))
         if status != 200:
             raise RunError(
-                f"{self.field}.base_url = {self.endpoint.base_url!r} refused the request "
+                f"{self.field}.base_url = {self.endpoint.base_url!r} refused the request {name} "
                 f"(status {status}): {self._excerpt(response)}. {self._fix(status)}. {GO_ON}"
             )
-        return self._reply(response)
+        return self._read_reply(name, response)
 
-    def _reply(self, response: httpx.Response) -> Reply:
+    def _read_reply(self, name: str, response: httpx.Response) -> Reply:
         try:
             body = response.json()
             message = body["choices"][0]["message"]
@@ -182,12 +201,13 @@ class OpenAIClient:
             thoughts = message.get("reasoning_content") or message.get("reasoning")
             reason = body["choices"][0].get("finish_reason")
             usage = body.get("usage") or {}
-            num_tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+            num_tokens = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise RunError(
-                f"{self.field}.base_url = {self.endpoint.base_url!r} answered with something "
-                f"that is no chat completion: {self._excerpt(response)}. Give the address up to "
-                f"and with the version, like http://localhost:8000/v1. {GO_ON}"
+                f"{self.field}.base_url = {self.endpoint.base_url!r} answered the request "
+                f"{name} with something that is no chat completion: {self._excerpt(response)}. "
+                "Give the address up to and with the version, like http://localhost:8000/v1. "
+                f"{GO_ON}"
             ) from None
         input_tokens, output_tokens = (max(0, n) if isinstance(n, int) else 0 for n in num_tokens)
         # Nothing (a refusal, thoughts alone) is a reply too: whoever parses it counts it.
@@ -198,6 +218,7 @@ class OpenAIClient:
             thoughts=thoughts if isinstance(thoughts, str) else "",
             tool_calls=calls if isinstance(calls, list) else (),
             is_truncated=reason == "length",
+            request_id=name,
         )
 
     def _fix(self, status: int) -> str:

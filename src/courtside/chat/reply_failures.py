@@ -58,4 +58,5 @@ class FailureMonitor:
 def quote_reply(reply: Reply) -> str:
     """Why a reply is no use, for people."""
     problem = "was cut off at max_new_tokens" if reply.is_truncated else "is not as asked for"
-    return f"the reply {problem}: {truncate(to_one_line(reply.text), 200)!r}"
+    name = "" if reply.request_id is None else f" to {reply.request_id}"
+    return f"the reply{name} {problem}: {truncate(to_one_line(reply.text), 200)!r}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,6 +14,7 @@ from scripted_trajectories import play
 from support.chat_server import ChatServer, Response, completion, serving_chat
 
 from courtside.chat.openai_client import OpenAIClient
+from courtside.chat.reply_failures import quote_reply
 from courtside.errors import RecipeError, RunError
 from courtside.reader.loading import make_reader
 from courtside.recipe.reader import EndpointConfig, ModelReaderConfig
@@ -68,6 +71,44 @@ def test_no_key_is_sent_where_none_is_named(server: ChatServer) -> None:
     assert "max_tokens" not in server.bodies[0] and server.bodies[0]["max_completion_tokens"] == 5
 
 
+def test_each_try_has_an_id_that_messages_and_logs_name(
+    server: ChatServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(_number: int, body: dict[str, Any]) -> Response:
+        text = body["messages"][1]["content"]
+        return {"busy": (503, {}, b"busy"), "bad": (400, {}, b"bad")}.get(text, completion("A"))
+
+    server.answer = answer
+    ask = asking(server, max_retries=1)
+    with caplog.at_level(logging.INFO, "courtside.servers"):
+        replies, errors = ask.try_each([prompt(t) for t in ("a", "busy", "bad")], max_failures=9)
+    texts = [body["messages"][1]["content"] for body in server.bodies]
+    sent = [headers["X-Request-Id"] for headers in server.headers]
+    assert len(set(sent)) == 4
+    assert all(re.fullmatch(r"courtside-[0-9a-f]{8}-\d", id) for id in sent)
+    assert asking(server)([prompt("a")])[0].request_id not in sent, "clients share no id"
+    by_text: dict[str, list[str]] = {}
+    for text, id in zip(texts, sent, strict=True):
+        by_text.setdefault(text, []).append(id)
+    assert replies[0] is not None and [replies[0].request_id] == by_text["a"]
+    named_ids = {*re.findall(r"courtside-\S+-\d+", " ".join(map(str, errors)))}
+    assert named_ids == {by_text["busy"][1], by_text["bad"][0]}, "the last try, and the refused one"
+    logged = [record for record in caplog.records if getattr(record, "event", "")]
+    assert {record.request_id for record in logged} == {*by_text["busy"], *by_text["bad"]}
+    assert all(
+        (r.event, r.server, r.url) == ("request_failed", "reader.endpoint", server.url)
+        and r.request_id in r.getMessage()
+        for r in logged
+    )
+
+
+def test_a_reply_that_is_no_use_is_quoted_with_its_request(server: ChatServer) -> None:
+    server.answer = lambda n, body: completion("Well,\nno")
+    reply = asking(server)([prompt("a")])[0]
+    name = server.headers[0]["X-Request-Id"]
+    assert quote_reply(reply) == f"the reply to {name} is not as asked for: 'Well, no'"
+
+
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 408])
 def test_a_busy_server_is_asked_again(server: ChatServer, status: int) -> None:
     server.answer = lambda n, body: (status, {}, b"busy") if n < 2 else completion("done")
@@ -94,7 +135,8 @@ def test_a_server_that_stays_broken(server: ChatServer) -> None:
     with pytest.raises(RunError) as caught:
         asking(server, max_retries=2, api_key_env="READER_KEY")([prompt("a")])
     excerpt = str(caught.value)
-    assert "no answer after 3 tries (status 500: boom ***)" in excerpt and KEY not in excerpt
+    assert "no answer after 3 tries, the last: status 500: boom *** (courtside-" in excerpt
+    assert KEY not in excerpt
     assert f"reader.endpoint.base_url = '{server.url}'" in excerpt and "last checkpoint" in excerpt
     assert len(server.bodies) == 3
 
@@ -106,7 +148,8 @@ def test_one_failure_ends_the_others(server: ChatServer) -> None:
 
     server.answer = answer
     start = time.perf_counter()
-    with pytest.raises(RunError, match=r"refused the request \(status 400\): too long.*window"):
+    refused = r"refused the request courtside-\S+ \(status 400\): too long.*window"
+    with pytest.raises(RunError, match=refused):
         asking(server, first_wait=30.0)([prompt("a"), prompt("bad"), prompt("c")])
     assert time.perf_counter() - start < 5
 
@@ -120,14 +163,16 @@ def test_a_timeout_is_a_try(server: ChatServer) -> None:
     server.answer = answer
     assert asking(server, timeout=0.15)([prompt("a")])[0].text == "done"
     server.answer = lambda n, body: (time.sleep(0.4), completion("late"))[1]
-    with pytest.raises(RunError, match=r"after 2 tries \(ReadTimeout"):
+    with pytest.raises(RunError, match=r"after 2 tries, the last: ReadTimeout"):
         asking(server, timeout=0.1, max_retries=1)([prompt("a")])
 
 
 def test_nobody_there(server: ChatServer) -> None:
     ask = asking(server, max_retries=1)
     server.close()
-    with pytest.raises(RunError, match=r"after 2 tries \(ConnectError.*Check that the server runs"):
+    with pytest.raises(
+        RunError, match=r"tries, the last: ConnectError.*Check that the server runs"
+    ):
         ask([prompt("a")])
 
 

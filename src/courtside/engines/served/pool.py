@@ -7,7 +7,6 @@ then they are cancelled, their connections are closed, and vLLM stops computing 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 import weakref
@@ -16,7 +15,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
 import httpx
 
@@ -41,6 +39,7 @@ from courtside.engines.served.requests import (
 from courtside.errors import ServerError
 from courtside.recipe.endpoint import read_api_key
 from courtside.recipe.server import ServerConfig
+from courtside.request_ids import HEADER, RequestIds
 from courtside.sanitize import to_one_line, truncate
 from courtside.tls import explain_tls_failure, make_tls_context
 
@@ -91,7 +90,7 @@ class ReplicaPool:
             for url in config.urls
         ]
         self._lock = ClosingLock()
-        self._names = (f"courtside-{uuid4().hex[:8]}-{n}" for n in itertools.count())
+        self._ids = RequestIds()
         self.farewells: dict[tuple[str, str], tuple[str, Mapping[str, Any]]] = {}
         """By replica and what it holds for us: path and body of a last request, which gives that
         back."""
@@ -281,7 +280,7 @@ class ReplicaPool:
 
     async def send(self, replica: Replica, request: Request[Answer]) -> Answer:
         """Once; raises `UnavailableError`."""
-        name = next(self._names)
+        name = self._ids.make()
         try:
             return await self._send_as(name, replica, request)
         except (UnavailableError, StaleReplicaError) as error:
@@ -290,7 +289,7 @@ class ReplicaPool:
             raise
 
     async def _send_as(self, name: str, replica: Replica, request: Request[Answer]) -> Answer:
-        headers = {"X-Request-Id": name}
+        headers = {HEADER: name}
         if request.key is not None:
             headers["X-Session-ID"] = request.key  # for a router in front of the servers
         url = replica.url + request.path
