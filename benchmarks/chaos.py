@@ -4,8 +4,8 @@ accounts for every trajectory in the end.
 Two vLLM servers sample for a small student, one step ahead of the update, and a third one is the
 teacher; between them and the run is a TCP proxy each. A seeded schedule kills, stops and starts
 servers, tears, delays and silences connections, spoils answers, fills the disk of the run folder,
-and kills or stops the run, which the same command then starts again. Needs vLLM for CPUs in an
-environment of its own, and the right to mount for the full disk.
+and kills or stops the run, or one of its ranks (`--nproc`), and the same command then starts it
+again. Needs vLLM for CPUs in an environment of its own, and the right to mount for the full disk.
 
     python benchmarks/chaos.py --python .venv-vllm/bin/python --minutes 30
 """
@@ -24,7 +24,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,8 @@ WEIGHTS = {
     "kill run": 1, "terminate run": 1, "interrupt run": 1, "fill disk": 2,
 }  # fmt: skip
 """How often each fault is drawn."""
+RANK_WEIGHTS = {"kill rank": 2}
+"""The same, with several ranks."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -70,6 +72,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause", type=float, default=30.0, help="mean seconds between faults")
     parser.add_argument("--staleness", type=int, default=1, help="rollout.server.max_staleness")
+    parser.add_argument("--nproc", type=int, default=1, help="ranks of the run")
     parser.add_argument("--work", type=Path, help="folder for models, logs and the run")
     parser.add_argument("--out", type=Path, default=Path("chaos.json"))
     return parser.parse_args()
@@ -173,6 +176,8 @@ class Chaos:
     servers: list[ServerProcess]
     proxies: list[Proxy]
     disk: SmallDisk
+    weights: dict[str, int]
+    """How often each fault is drawn."""
     draw: random.Random
     began: float = field(default_factory=time.monotonic)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -239,7 +244,7 @@ class Chaos:
     # ── faults ───────────────────────────────────────────────────────────────────────────────────
 
     def inject(self) -> None:
-        kind = self.draw.choices([*WEIGHTS], [*WEIGHTS.values()])[0]
+        kind = self.draw.choices([*self.weights], [*self.weights.values()])[0]
         if kind.endswith(" run"):
             if self.run.poll() is None:
                 self.say(kind)
@@ -247,6 +252,14 @@ class Chaos:
                     {"kill": signal.SIGKILL, "terminate": signal.SIGTERM,
                      "interrupt": signal.SIGINT}[kind.split()[0]]
                 )  # fmt: skip
+            return
+        if kind == "kill rank":
+            ranks = self.run.find_ranks()
+            if ranks and self.run.poll() is None:
+                rank = self.draw.randrange(len(ranks))
+                self.say(kind, rank=rank)
+                with suppress(ProcessLookupError):
+                    os.kill(ranks[rank], signal.SIGKILL)
             return
         if kind == "fill disk":
             if self.disk.is_mounted and "disk" not in self._busy:
@@ -344,7 +357,13 @@ class Chaos:
 
 @contextmanager
 def set_up(
-    work: Path, python: Path, *, seed: int, staleness: int, serves_teacher: bool = True
+    work: Path,
+    python: Path,
+    *,
+    seed: int,
+    staleness: int,
+    serves_teacher: bool = True,
+    num_ranks: int = 1,
 ) -> Iterator[Chaos]:
     """Servers that are ready, and a run that has not begun; all of it goes in the end."""
     work.mkdir(parents=True, exist_ok=True)
@@ -366,11 +385,16 @@ def set_up(
             server.wait_until_ready(START_SECONDS)
         command = ["nice", "-n", "5", sys.executable, "-m", "courtside", "train", str(recipe),
                    "--run", str(folder)]  # fmt: skip
+        weights = WEIGHTS
+        if num_ranks > 1:
+            command += ["--nproc", str(num_ranks)]
+            weights = WEIGHTS | RANK_WEIGHTS
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "src")}
         run = TrainingProcess(command, environment, work / "run.log")
         stack.callback(run.signal, signal.SIGKILL)
         yield Chaos(run=run, folder=folder, tree=tree, teacher=teacher, servers=servers,
-                    proxies=proxies, disk=disk, draw=random.Random(seed))  # fmt: skip
+                    proxies=proxies, disk=disk, weights=weights,
+                    draw=random.Random(seed))  # fmt: skip
 
 
 def read_adapters(server: ServerProcess) -> list[str]:
@@ -395,20 +419,27 @@ def main() -> None:
         "load_before": os.getloadavg()[0],
         "seed": args.seed,
         "settings": {"minutes": args.minutes, "pause": args.pause, "servers": NUM_SERVERS,
-                     "staleness": args.staleness, "fault_weights": WEIGHTS},
+                     "staleness": args.staleness, "ranks": args.nproc},
     }  # fmt: skip
     work = args.work or Path(tempfile.mkdtemp(prefix="chaos-"))
-    with set_up(work, args.python, seed=args.seed, staleness=args.staleness) as chaos:
+    chaotic = set_up(
+        work, args.python, seed=args.seed, staleness=args.staleness, num_ranks=args.nproc
+    )
+    with chaotic as chaos:
+        result["settings"]["fault_weights"] = chaos.weights
         chaos.start_run()
         chaos.rage(args.minutes, args.pause)
         chaos.calm_down()
         minutes = chaos.now() / 60
         remaining = chaos.list_folders()
         servers, proxies, disk = chaos.servers, chaos.proxies, chaos.disk
+        chaos.watch_servers()  # the run went on without one that had just begun to start
+        for server in servers[:NUM_SERVERS]:
+            server.wait_until_ready(START_SECONDS)
         adapters = {server.name: read_adapters(server) for server in servers[:NUM_SERVERS]}
         account = chaos.account()
     problems = chaos.problems + account.problems
-    kinds = Counter(e["kind"] for e in chaos.events if e["kind"] in WEIGHTS)
+    kinds = Counter(e["kind"] for e in chaos.events if e["kind"] in chaos.weights)
     result |= {
         "minutes": round(minutes, 1),
         "verdict": "every trajectory is accounted for" if not problems else "problems",

@@ -185,7 +185,8 @@ class ServerProcess:
 
 
 class TrainingProcess:
-    """`courtside train`, started again by the same command whenever it has ended."""
+    """`courtside train`, started again by the same command whenever it has ended. With `--nproc` it
+    is the launcher, and its children are the ranks."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
         self._command, self._environment, self.log = command, environment, log
@@ -197,12 +198,24 @@ class TrainingProcess:
         self._begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=output, stderr=output
-            )
+                self._command, env=self._environment, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
 
     def signal(self, number: int) -> None:
-        if self._process is not None and self._process.poll() is None:
+        """SIGTERM goes to the launcher, which forwards it; Ctrl-C of a terminal, and what kills a
+        machine's jobs, to all processes."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        if number == signal.SIGTERM:
             self._process.send_signal(number)
+        else:
+            os.killpg(self._process.pid, number)
+
+    def find_ranks(self) -> list[int]:
+        """Process ids; none while they are not there, or with one process."""
+        assert self._process is not None
+        return find_children(self._process.pid)
 
     def poll(self) -> int | None:
         """The exit code; None: it runs."""
@@ -218,6 +231,17 @@ class TrainingProcess:
         with self.log.open("rb") as file:
             file.seek(self._begin)
             return file.read().decode(errors="replace")
+
+
+def find_children(parent: int) -> list[int]:
+    """Ids of the processes that it has started, in their order."""
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            # After the name, which may have spaces and brackets: the state and the parent.
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                children.append(int(stat.parent.name))
+    return sorted(children)
 
 
 # ── a disk ───────────────────────────────────────────────────────────────────────────────────────

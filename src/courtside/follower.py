@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from courtside.drafts.base import DraftOutcome
-from courtside.errors import Interrupted, RunError, UserError
+from courtside.errors import Interrupted, RunError, ServerError, UserError
 from courtside.interrupts import StopSignal, handle_signals
 from courtside.rank_messages import Command, End, Evaluate, RankStep, Save, Step
 from courtside.run import INTERRUPTIBLE_PHASES
@@ -44,16 +44,18 @@ class Follower:
 
     @contextmanager
     def handle_exit(self) -> Iterator[None]:
-        try:
-            with handle_signals(self._handle_signal), self.ranks.share_failures():
-                yield
-        except BaseException as error:
-            if self.ranks.is_shared(error) and not self.ranks.has_ended:
-                with suppress(RunError):
-                    self._obey()  # the leader may save
-            raise
-        finally:
-            self.parts.close_rollouts()
+        with handle_signals(self._handle_signal):
+            try:
+                with self.ranks.share_failures():
+                    yield
+            except BaseException as error:
+                has_left = self.ranks.has_ended or self.ranks.is_broken
+                if self.ranks.is_shared(error) and not has_left:
+                    with suppress(RunError):
+                        self._obey()  # the leader may save
+                raise
+            finally:
+                self.parts.close_rollouts()
 
     def remaining_steps(self) -> Iterator[int]:
         while (step := self._obey()) is not None:
@@ -71,7 +73,15 @@ class Follower:
 
     @contextmanager
     def save_if_servers_fail(self, *results: Any) -> Iterator[None]:
-        yield  # nothing is saved then
+        """The leader records the step; this rank writes its shards when it is told to."""
+        self.ranks.exchange(None)  # the step is done on all ranks
+        try:
+            with self.ranks.leave_together():
+                yield
+        except ServerError:
+            with suppress(RunError):  # the leader says what failed then
+                self.record(*results)
+            raise
 
     def record(
         self,

@@ -120,6 +120,13 @@ class Ranks:
         """What fails in here on one rank is raised on all of them, at their next exchange."""
         yield
 
+    @contextmanager
+    def leave_together(self) -> Iterator[None]:
+        """What fails in here on one rank is raised in here on all of them."""
+        with self.share_failures():
+            yield
+            self.exchange(None)
+
     def is_shared(self, error: BaseException) -> bool:
         """Whether all ranks raise it, so that the leader alone reports it."""
         return False
@@ -163,8 +170,8 @@ class ProcessGroupRanks(Ranks):
         self._objects = dist.new_group(backend="gloo", timeout=timeout)
         self._num_apart = 0
         """Blocks of `work_apart`, one within another, that have begun and not ended."""
-        self._shared: BaseException | None = None
-        """What all ranks raise."""
+        self._shared: list[BaseException] = []
+        """What all ranks have raised. A run may end with the first of two."""
         self._is_own_failure = False
         """Whether this rank has failed with it, alone or as all others."""
 
@@ -191,8 +198,8 @@ class ProcessGroupRanks(Ranks):
             failure = min(failures, key=lambda f: (f.kind == "StopSignal", f.rank))
             has_failed_alike = any(f.rank == self.rank and f.kind == failure.kind for f in failures)
             self._is_own_failure = has_failed_alike
-            self._shared = failure.to_error()
-            raise self._shared
+            self._shared.append(failure.to_error())
+            raise self._shared[-1]
         return values
 
     def lost(self, error: BaseException) -> RankLostError:
@@ -227,7 +234,7 @@ class ProcessGroupRanks(Ranks):
         try:
             yield
         except (Exception, StopSignal) as error:  # raised again, here and on every other rank
-            if error is self._shared or self.is_broken or self.has_ended:
+            if self.is_shared(error) or self.is_broken or self.has_ended:
                 raise
             if self.is_apart:
                 self.is_broken = True
@@ -237,14 +244,14 @@ class ProcessGroupRanks(Ranks):
             except BaseException as shared:
                 if self.is_broken or not self._is_own_failure:
                     raise shared from error
-            self._shared = error
+            self._shared.append(error)
             raise
         except KeyboardInterrupt:  # a second Ctrl-C ends this rank at once
             self.is_broken = True
             raise
 
     def is_shared(self, error: BaseException) -> bool:
-        return error is self._shared
+        return any(error is shared for shared in self._shared)
 
     def end(self, message: Any) -> None:
         if not self.is_broken and not self.is_apart:

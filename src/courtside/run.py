@@ -190,14 +190,20 @@ class Run:
 
     @contextmanager
     def save_if_servers_fail(self, *results: Any) -> Iterator[None]:
-        """Around what brings the weights of a step to its servers: the step itself is done. One
-        process only; several have not agreed yet on what failed."""
+        """Around what brings the weights of a step to its servers. Where that fails, the step is
+        done all the same: it is recorded and saved, by all ranks, and the run ends."""
+        self.ranks.exchange(None)  # it is done on all of them
         try:
-            yield
-        except ServerError:
-            if self.ranks.size == 1:
+            with self.ranks.leave_together():
+                yield
+        except ServerError as error:
+            self._failed_phase = "update"  # also where saving fails, too
+            try:
                 self._record_step(*results)
                 self._save()
+            except Exception as second:  # whatever it is, the servers are why the run ends
+                error.args = (f"{error}. The step was not saved either: {second}",)
+                raise error from second
             raise
 
     def record(self, *results: Any) -> None:

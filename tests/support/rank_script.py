@@ -3,8 +3,10 @@
 Jobs run one after the other, each with a `folder`. One with `recipe` trains it there; what it
 raises is written beside the folder, by rank, or how many passes models in shards made. `raise`,
 `signal` and `kill` name a rank and a step in whose rollout that happens; `full` a rank and the
-checkpoint for which its disk has no space; `raise_in_teacher` and `signal_in_pass` a rank. One with
-`command` runs the command line, and writes what it prints.
+checkpoint for which its disk has no space; `raise_in_teacher` and `signal_in_pass` a rank;
+`raise_after_update` a rank and a step whose weights it has updated; `raise_in_adopt` a rank and the
+number of steps of weights that another rank published. One with `command` runs the command line,
+and writes what it prints.
 """
 
 from __future__ import annotations
@@ -26,16 +28,19 @@ from courtside import ranks
 from courtside.api import train
 from courtside.cli.app import app
 from courtside.engines import precision
+from courtside.engines.served.weight_sync import WeightSync
 from courtside.engines.sharded import ForwardTurns
-from courtside.errors import TaskError
+from courtside.errors import ServerError, TaskError
 from courtside.recipe.load import parse_recipe
 from courtside.recipe.pipeline import parse_pipeline
 from courtside.rollout.single_turn import SingleTurnRollout
 from courtside.teacher.teacher import TeacherStage
 from courtside.training import checkpoints
+from courtside.training.sharded_student import ShardedStudent
 from courtside.training.shards import local_rows
 
 take_turn, score_all = ForwardTurns.take, TeacherStage.score
+train_step, adopt_weights = ShardedStudent.step, WeightSync._adopt
 
 
 def main(jobs: list[dict[str, Any]]) -> None:
@@ -66,6 +71,19 @@ def main(jobs: list[dict[str, Any]]) -> None:
                 raise TaskError("nothing can be scored")
             return score_all(self, *args)
 
+        def update(self: Any, step: int, scored: Any, job: dict[str, Any] = job) -> Any:
+            result = train_step(self, step, scored)
+            if job.get("raise_after_update") == [rank, step]:
+                raise ServerError("nothing works after the update")
+            return result
+
+        def adopt(self: Any, publication: Any, job: dict[str, Any] = job) -> None:
+            adopt_weights(self, publication)
+            if job.get("raise_in_adopt") == [rank, publication.weights.version]:
+                raise ServerError("nothing can be adopted")
+
+        ShardedStudent.step = update  # type: ignore[method-assign]
+        WeightSync._adopt = adopt  # type: ignore[method-assign]
         TeacherStage.score = score  # type: ignore[method-assign]
         checkpoints.save_file = save
         SingleTurnRollout.sample = disturb  # type: ignore[method-assign]

@@ -17,7 +17,14 @@ from support.small_runs import small_recipe, write_jsonl
 
 from courtside.api import train
 from courtside.assemble import assemble
-from courtside.errors import Interrupted, NotFiniteError, RunError, ServerError, TaskError
+from courtside.errors import (
+    CheckpointError,
+    Interrupted,
+    NotFiniteError,
+    RunError,
+    ServerError,
+    TaskError,
+)
 from courtside.loop import train_loop
 from courtside.progress import ProgressMeter
 from courtside.report.console import RunConsole
@@ -391,6 +398,29 @@ def test_servers_that_fail_do_not_cost_the_steps_done(
     resumed = go(recipe, tmp_path / "run", Recorder())
     for name, tensor in plain.parts.student.weights.trained.items():
         assert torch.equal(tensor, resumed.parts.student.weights.trained[name]), name
+
+
+def test_a_step_that_cannot_be_saved_does_not_hide_what_servers_said(
+    tiny_folder, tiny_teacher_folder, tmp_path, monkeypatch
+):
+    recipe = small_recipe(tiny_folder, tiny_teacher_folder, run={"checkpoint_every": 100})
+    tries = []
+
+    def save(parts: Any, folder: Path, num_steps: int) -> None:
+        tries.append(num_steps)
+        raise CheckpointError("the disk is full")
+
+    def spoil(parts: Any) -> None:
+        def fail(version: int) -> None:
+            raise ServerError("no answer")
+
+        object.__setattr__(parts.engine, "load_weights", fail)
+
+    monkeypatch.setattr("courtside.run.save_checkpoint", save)
+    with pytest.raises(ServerError) as caught:
+        go(recipe, tmp_path / "run", Recorder(), spoil)
+    assert str(caught.value) == "no answer. The step was not saved either: the disk is full"
+    assert tries == [1]
 
 
 def test_the_last_step_is_saved_before_it_is_measured(
