@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,11 @@ from courtside.interrupts import StopSignal
 
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets for each process."""
+
+REPORTED = "courtside/reported"
+"""In the ranks' store: how many have asked whether they report."""
+REPORT_SECONDS = 3.0
+"""How long the leader waits until all have asked; a rank that was killed never does."""
 
 
 class RankLostError(RunError):
@@ -273,9 +279,14 @@ class ProcessGroupRanks(Ranks):
 
     def report_once(self) -> bool:
         try:
-            return int(self._store.add("courtside/reported", 1)) == 1
+            is_first = int(self._store.add(REPORTED, 1)) == 1
+            if self.is_leader:  # its store is gone when it ends, and then all others would report
+                end = time.monotonic() + REPORT_SECONDS
+                while int(self._store.add(REPORTED, 0)) < self.size and time.monotonic() < end:
+                    time.sleep(0.05)
         except RuntimeError:  # the rank that holds the store is gone
             return True
+        return is_first
 
     def close(self) -> None:
         import torch.distributed as dist

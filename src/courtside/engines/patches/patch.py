@@ -91,7 +91,8 @@ def patch_attention(model: Any, name: str) -> Patch:
 
 
 def _key(patch: Patch) -> tuple[int, str]:
-    return id(patch.target), _stored_name(type(patch.target), patch.attribute)
+    kind: Any = type(patch.target)
+    return id(patch.target), _stored_name(kind, patch.attribute)
 
 
 @cache
@@ -108,19 +109,18 @@ def _is_property(kind: type, attribute: str) -> bool:
 
 def _current(patch: Patch) -> Any:
     """MISSING where the class provides the attribute and the instance does not."""
-    kind = type(patch.target)
+    kind: Any = type(patch.target)
     if _is_property(kind, patch.attribute):
         return getattr(patch.target, patch.attribute)
     return vars(patch.target).get(_stored_name(kind, patch.attribute), MISSING)
 
 
 def _assign(patch: Patch, value: Any) -> None:
-    is_instance_attribute = isinstance(patch.target, nn.Module) and not _is_property(
-        type(patch.target), patch.attribute
-    )
+    kind: Any = type(patch.target)
+    is_of_module = issubclass(kind, nn.Module) and not _is_property(kind, patch.attribute)
     if value is MISSING:
         delattr(patch.target, patch.attribute)
-    elif is_instance_attribute and not isinstance(value, Tensor | nn.Module):
+    elif is_of_module and not isinstance(value, Tensor | nn.Module):
         vars(patch.target)[patch.attribute] = value
     else:
         setattr(patch.target, patch.attribute, value)
