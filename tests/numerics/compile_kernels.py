@@ -183,7 +183,8 @@ def attention_resources(
     padded, value_padded = (max(triton.next_power_of_2(n), 16) for n in (size, value_size))
     num_bytes = 2 if dtype == "bf16" else 4
     constants = {
-        "SHARES_PREFIXES": True, "HAS_WINDOW": windowed, "HAS_SOFTCAP": capped, "HAS_SINKS": sinks,
+        "KEY_POSITION": size, "VALUE_POSITION": value_size, "SHARES_PREFIXES": True,
+        "HAS_WINDOW": windowed, "HAS_SOFTCAP": capped, "HAS_SINKS": sinks,
         "GROUP": group, "SPLITS": splits, "SIZE": size, "PADDED": padded, "VALUE_SIZE": value_size,
         "VALUE_PADDED": value_padded,
         "QUERIES": triton.next_power_of_2(max(group, 16)),
@@ -192,7 +193,7 @@ def attention_resources(
     }  # fmt: skip
     states = f"query={dtype} keys={dtype} values={dtype} out={dtype}"
     pointers = f"{states} lengths=i64 prefix_rows=i64 prefix_lengths=i64 sinks=fp32"
-    integers = "window key_row key_head key_position value_row value_head value_position"
+    integers = "window key_row key_head value_row value_head"
     return layer_resources(
         decode._attend, f"{pointers} parts=fp32 maxima=fp32 totals=fp32", integers, constants, 4
     )

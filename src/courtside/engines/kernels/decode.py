@@ -34,8 +34,9 @@ BLOCK_VOCAB = 4096
 
 @triton.jit
 def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, sinks, parts, maxima, totals,
-            out, scale, window, softcap, key_row, key_head, key_position, value_row, value_head,
-            value_position, SHARES_PREFIXES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+            out, scale, window, softcap, key_row, key_head, value_row, value_head,
+            KEY_POSITION: tl.constexpr, VALUE_POSITION: tl.constexpr,
+            SHARES_PREFIXES: tl.constexpr, HAS_WINDOW: tl.constexpr,
             HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, GROUP: tl.constexpr,
             SPLITS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
             VALUE_SIZE: tl.constexpr, VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr,
@@ -74,10 +75,10 @@ def _attend(query, keys, values, lengths, prefix_rows, prefix_lengths, sinks, pa
         is_visible = is_cached[None, :]
         # Whole blocks only.
         source = tl.where(start + POSITIONS <= prefix_length, prefix_row, cache_row)
-        index = source * key_row + kv_head * key_head + position[:, None] * key_position
+        index = source * key_row + kv_head * key_head + position[:, None] * KEY_POSITION
         index = index + at_d[None, :]
         k = tl.load(keys + index, mask=is_cached[:, None] & (at_d[None, :] < SIZE), other=0.0)
-        index = source * value_row + kv_head * value_head + position[:, None] * value_position
+        index = source * value_row + kv_head * value_head + position[:, None] * VALUE_POSITION
         index = index + at_v[None, :]
         v = tl.load(
             values + index, mask=is_cached[:, None] & (at_v[None, :] < VALUE_SIZE), other=0.0
@@ -196,8 +197,9 @@ def decode_attention(
     sinks = maxima if sinks_H is None else sinks_H.float().contiguous()
     _attend[(B, K, splits)](
         query_BHD, keys_BKLD, values_BKLD, length_B, prefix_row_B, prefix_length_B, sinks, parts,
-        maxima, totals, out_BHD, scale, window or 0, softcap or 1.0, *keys_BKLD.stride()[:3],
-        *values_BKLD.stride()[:3], SHARES_PREFIXES=prefixes is not None,
+        maxima, totals, out_BHD, scale, window or 0, softcap or 1.0, *keys_BKLD.stride()[:2],
+        *values_BKLD.stride()[:2], KEY_POSITION=keys_BKLD.stride(2),
+        VALUE_POSITION=values_BKLD.stride(2), SHARES_PREFIXES=prefixes is not None,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks_H is not None, GROUP=H // K, SPLITS=splits, SIZE=D, PADDED=padded,
         VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
