@@ -63,9 +63,14 @@ def test_greedy_answers_go_on_as_they_would_have(exports: Any, merged_server: An
 
 
 def test_a_run(exports: Any, merged_server: Any, tmp_path: Path) -> None:
-    run = train(make_recipe(exports, merged_server, max_new_tokens=200), tmp_path / "run")
-    row = Counter(run.metrics()[0])
-    assert row["takeover/drafts"] == 8 and row["takeover/trained"] > 0
+    recipe = make_recipe(exports, merged_server, max_new_tokens=200)
+    for number in range(5):  # the small model ends an answer by chance, sometimes none of eight
+        run = train(recipe, tmp_path / f"run-{number}")
+        row = Counter(run.metrics()[0])
+        assert row["takeover/drafts"] == 8
+        if row["takeover/trained"]:
+            break
+    assert row["takeover/trained"] > 0
     assert not row["takeover/dropped/not_continued"] and not row["takeover/dropped/no_answer"]
     stored = run.trajectories(0)
     drafts = {s.trajectory.id: s.trajectory for s in stored}
