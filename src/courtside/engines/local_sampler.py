@@ -35,7 +35,7 @@ from courtside.engines.generation.state_batching import StateBatchingSession
 from courtside.engines.generation.uncached import DecodeBatch, SeparateRows, UncachedRows
 from courtside.engines.lm_head import find_lm_head
 from courtside.engines.loading import expose_base_model, find_context_length, find_eos_ids
-from courtside.engines.patches.experts import apply_autocast_to_experts, find_capture_problem
+from courtside.engines.patches.experts import find_capture_problem
 from courtside.engines.patches.fused_layers import find_fused_layers
 from courtside.engines.probes import (
     find_unsupported_attention,
@@ -72,8 +72,6 @@ class LocalSampler:
         expose_base_model(model)
         self.context_length = find_context_length(model.config, context_length)
         fix_rope(model, self.context_length)
-        if autocast is not None:
-            apply_autocast_to_experts(model)
         self.autocast = autocast
         """Compute dtype of forward passes where it is not the weights' own."""
         self.autocast_context = self._make_autocast()

@@ -18,6 +18,7 @@ from courtside.engines.compatibility import (
 )
 from courtside.engines.lm_head import LMHead
 from courtside.engines.loading import load_model, silence_tied_weight_warnings
+from courtside.engines.patches.experts import apply_autocast_to_experts
 from courtside.engines.precision import average_in_place, resolve_dtype
 from courtside.errors import ModelError
 from courtside.recipe.student import LoraConfig, StudentConfig
@@ -58,6 +59,8 @@ class StudentWeights:
             self.model.dequantize(dtype)
         _keep_differentiable(self.model)
         self.autocast = torch.bfloat16 if dtype == torch.bfloat16 else None
+        if self.autocast is not None:
+            apply_autocast_to_experts(self.model)
         self.adapter: Any = None
         if config.lora:
             self.adapter = _with_adapter(self.model, config.lora, seed)

@@ -131,6 +131,9 @@ def test_float32_experts_are_not_captured() -> None:
     assert "float32" in str(find_capture_problem(model, None))
     assert find_capture_problem(model.bfloat16(), None) is None
     assert find_capture_problem(patched_mixture("qwen3_moe"), torch.bfloat16) is None
+    unpatched = mixture("qwen3_moe")
+    unpatched.config._experts_implementation = GROUPED_MM
+    assert "float32" in str(find_capture_problem(unpatched, torch.bfloat16))
 
 
 def test_samples_under_autocast_have_the_log_probs_of_their_scores() -> None:

@@ -75,7 +75,9 @@ def list_copied_parameters(model: Any) -> list[tuple[Any, str, Tensor]]:
 def find_capture_problem(model: Any, autocast: torch.dtype | None) -> str | None:
     """Why a CUDA graph cannot capture the experts' matmuls; None: it can, or there are none."""
     for module in find_experts(model):
-        dtype = autocast or next(module.parameters()).dtype
-        if module.config._experts_implementation == GROUPED_MM and dtype.itemsize > 2:
+        implementation = module.config._experts_implementation
+        cast_to = autocast if implementation == AUTOCAST_EXPERTS else None
+        dtype = cast_to or next(module.parameters()).dtype
+        if implementation in (GROUPED_MM, AUTOCAST_EXPERTS) and dtype.itemsize > 2:
             return f"its experts compute in {str(dtype).removeprefix('torch.')}, one after another"
     return None
