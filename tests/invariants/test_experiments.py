@@ -222,7 +222,7 @@ steps = 2
 prompts_per_step = 1
 [evaluate]
 num_tasks = 2
-suites = { sums = { kind = "arithmetic" } }
+suites = { sums = { kind = "arithmetic" }, words = { kind = "instructions" } }
 """
 LEARNED = """
 learning_rates = [1e-3]
@@ -266,6 +266,8 @@ def test_arms_that_learn_documents_are_compared_by_their_suites(
         courtside.compare([runs])
     with pytest.raises(UserError, match="no evaluation of the suite 'sum'"):
         courtside.compare([runs], suite="sum")
+    ids = [set(courtside.compare([runs], suite=s).tasks.ids) for s in ("sums", "words")]
+    assert len(ids[0]) == len(ids[1]) == 2 and ids[0].isdisjoint(ids[1])
     comparison = courtside.compare([runs], suite="sums")
     assert [arm.seeds for arm in comparison.arms] == [(0, 1), (0, 1)]
     assert comparison.arms[0].after.mean == results["arms"]["fast"]["sums/after"]["mean"]
@@ -299,7 +301,7 @@ if "--multiprocessing-fork" in sys.argv:
 """Imported by every process at its start: so many updates in all find no memory."""
 
 
-@pytest.mark.parametrize("num_errors", [1, 9])
+@pytest.mark.parametrize("num_errors", [1, 2])
 def test_runs_without_memory_start_again_with_fewer_at_a_time(
     tmp_path: Path, roomy_folder: Path, num_errors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,9 +320,11 @@ def test_runs_without_memory_start_again_with_fewer_at_a_time(
         assert done.returncode == 0 and "(3 of 3)" in done.stdout
         return
     # One alone that finds none has failed, and another start of the experiment tries it again.
-    assert done.returncode == 1 and done.stdout.count("FAILED only-") == 3
+    assert done.returncode == 1 and done.stdout.count("FAILED only-") == 1
     assert "out of GPU memory at step 0: CUDA out of memory" in done.stdout
-    assert "0 of 3, 3 failed" not in done.stdout, "it is told where a run is done"
+    assert "(1 of 3, 1 failed)" in done.stdout and "(2 of 3, 1 failed)" in done.stdout
+    done = run_command(folder, "--jobs", "2")
+    assert done.returncode == 0 and "(3 of 3)" in done.stdout
 
 
 BUDGET = """

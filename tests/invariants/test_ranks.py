@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from courtside.report.folder import toml
 from courtside.report.folder.folder import RunFolder
 from courtside.training.checkpoints import latest, load, num_steps_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TEACHERS = ("shards", "whole")
 """How a moving average of all weights scores."""
 TRAIN = {"steps": 2, "prompts_per_step": 5, "learning_rate": 1e-3}
@@ -158,15 +158,6 @@ class Cases:
             name: small_tree(*models[name], **shared | changes)
             for name, changes in (by_teacher | alone).items()
         }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have: two threads share sums differently."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from courtside.recipe.load import parse_recipe
 from courtside.report.folder.folder import RunFolder
 from courtside.training import checkpoints
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
 SAMPLES = 6
 """Of a step."""
@@ -90,15 +91,6 @@ def refuse_second(number: int, path: str, body: Any) -> Response | str:
     if path == LOAD and body["lora_name"].endswith(SECOND):
         return respond({"error": {"message": "out of slots"}}, 400)
     return "none"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have: two threads share sums differently."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -103,6 +103,14 @@ def test_states_are_divided_among_ranks_that_have_a_sampler_and_teacher_each() -
     layer = PRESETS["qwen3-1.7b"].num_linear_parameters / 28
     assert shards["gathered layers"] == (4 + 2) * (2 * layer + head)
     assert "gathered layers" not in whole and "bf16 weights" not in shards
+    by_stage = {
+        stage: parts_of(replace(make_work(sharding__zero_stage=stage), num_gpus=4), "update")
+        for stage in (1, 2)
+    }
+    for parts in by_stage.values():
+        assert parts["gathered layers"] == (4 + 2) * (28 * layer + head)
+    assert by_stage[2]["gradients"] == shards["gradients"]
+    assert by_stage[1]["gradients"] == P + 4 * P, "all are whole until the last pass"
 
 
 def plan_large_teacher(teachers: str, *, dtype: str = "bfloat16", num_gpus: int = 8) -> Workload:
