@@ -72,9 +72,9 @@ def test_a_stage_gathers_and_reduces_as_often_as_it_says(
         train={"steps": 1, "micro_batch_tokens": 40},
         sharding={"zero_stage": stage},
     )  # fmt: skip
-    seen = run_alone(tree, tmp_path)
-    assert seen["group left"] == "True"
-    counts = json.loads(seen["counts"])
+    report = run_alone(tree, tmp_path)
+    assert report["group left"] == "True"
+    counts = json.loads(report["counts"])
     layers, passes = counts["layers"], counts["passes"]
     assert passes > 2
     gathered = {1: 1, 2: passes, 3: 2 * passes}[stage]
