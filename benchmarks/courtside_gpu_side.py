@@ -179,6 +179,14 @@ def checked(parts: Runtime, shape: str, folder: Path) -> CheckResult:
     return result
 
 
+CAPTURE_BEGIN = torch.cuda.CUDAGraph.capture_begin
+
+
+def capture_with_an_empty_cache(graph: Any, *args: Any, **options: Any) -> None:
+    torch.cuda.empty_cache()
+    CAPTURE_BEGIN(graph, *args, **options)
+
+
 def measure(args: argparse.Namespace, work: Path) -> SideResult:
     shape, job = read_job(args.job)
     plan = recipe(job, args.job, args, work)
@@ -229,12 +237,13 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value of the recipe")
     parser.add_argument("--profile", default="", help="phase of the last step: update")
-    parser.add_argument("--keep-cache", action="store_true", help="see opd_step_gpu.py")
+    parser.add_argument("--empty-cache", action="store_true", help="see opd_step_gpu.py")
     args = parser.parse_args()
     wait_for_go()
-    keeping = patch.object(torch.cuda, "empty_cache", lambda: None)
     with (
-        keeping if args.keep_cache else nullcontext(),
+        patch.object(torch.cuda.CUDAGraph, "capture_begin", capture_with_an_empty_cache)
+        if args.empty_cache
+        else nullcontext(),
         tempfile.TemporaryDirectory(prefix="courtside-side-") as folder,
     ):
         write_json(args.out, measure(args, Path(folder)))

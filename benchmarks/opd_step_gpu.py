@@ -134,7 +134,7 @@ def side_command(args: argparse.Namespace, job: Path, side: str, out: Path) -> l
         "hints_lean": [half_of_the_rows(args.job, side), *args.set_lean, *args.set_hints],
     }
     command += ["--profile", args.profile] if args.profile else []
-    command += ["--keep-cache"] if args.keep_cache else []
+    command += ["--empty-cache"] if args.empty_cache else []
     return command + (["--set", *sets[side]] if sets[side] else [])
 
 
@@ -344,8 +344,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trl-warmup-tokens", type=int, default=32,
                         help="new tokens in the step before the measured ones")  # fmt: skip
     parser.add_argument("--python-trl", default=sys.executable, help="if TRL lives elsewhere")
-    parser.add_argument("--keep-cache", action="store_true",
-                        help="of the allocator, which each capture empties")  # fmt: skip
+    parser.add_argument("--empty-cache", action="store_true",
+                        help="at each capture, as torch.cuda.graph does")  # fmt: skip
     parser.add_argument("--profile", default="", metavar="PHASE",
                         help="of our last step: update. Tables beside --out")  # fmt: skip
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for each process")

@@ -12,6 +12,7 @@ from support.gpu_models import qwen3
 from support.tiny_model import tiny_tokenizer
 
 from courtside.engines.base import SampleRequest, Sampling
+from courtside.engines.generation.cuda_graphs import CudaGraphs
 from courtside.engines.generation.kv_cache import DecodeStep
 from courtside.engines.local import LocalEngine
 from courtside.types import Sample
@@ -146,8 +147,28 @@ def fail_a_capture(device: torch.device) -> None:
     assert is_replayed(engine, SAMPLINGS[1]) == (device.type == "cuda")
 
 
+def capture_when_all_memory_is_cached(device: torch.device) -> None:
+    """The allocator cannot free what it caches while a step is captured."""
+    if device.type != "cuda":
+        return
+    limit = 2**31
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+    torch.empty(int(0.95 * limit), dtype=torch.uint8, device=device)
+    assert torch.cuda.memory_reserved() > 0.9 * limit
+    total = torch.zeros((), device=device)
+
+    def step() -> None:
+        total.add_(torch.ones(limit // 32, device=device).sum())  # an eighth of the limit
+
+    graph = CudaGraphs().capture(step)
+    total.zero_()
+    graph.replay()
+    assert total.item() == limit // 32
+    assert torch.cuda.memory_reserved() < 0.5 * limit, "what was cached has been freed"
+
+
 CASES = {f.__name__: f for f in (sample_with_an_empty_triton_cache, collect_garbage_during_captures,
-                                 fail_a_capture)}  # fmt: skip
+                                 fail_a_capture, capture_when_all_memory_is_cached)}  # fmt: skip
 
 if __name__ == "__main__":
     CASES[sys.argv[1]](torch.device(sys.argv[2]))

@@ -130,10 +130,6 @@ def test_replayed_and_fallen_back_rollouts_sample_what_the_eager_loop_samples(fa
 # ── a capture ────────────────────────────────────────────────────────────────────────────────────
 
 
-class FakeGraph:
-    def replay(self) -> None: ...
-
-
 class FakeCuda:
     """torch.cuda as far as a capture uses it; like CUDA it fails to end an invalid capture, and to
     begin one in a pool whose graphs are all gone."""
@@ -142,17 +138,16 @@ class FakeCuda:
         self.stream, self.is_capturing, self.is_invalid = "default", False, False
         self.recording: list[Any] = []
         self.released: list[Any] = []
-        self.num_pools = self.num_ended = 0
+        self.num_pools = self.num_ended = self.num_emptied = 0
         self.num_graphs: Counter[Any] = Counter()
         """Of each pool that has had one."""
-        stream = SimpleNamespace(wait_stream=lambda other: None)
         for name, value in {
-            "Stream": lambda: stream,
-            "current_stream": lambda: stream,
+            "Stream": lambda: "capture",
+            "synchronize": lambda: None,
+            "empty_cache": self.empty_cache,
             "current_device": lambda: 0,
             "stream": self.enter_stream,
-            "CUDAGraph": FakeGraph,
-            "graph": self.graph,
+            "CUDAGraph": lambda: FakeGraph(self),
             "graph_pool_handle": self.new_pool,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
@@ -167,33 +162,17 @@ class FakeCuda:
         self.num_pools += 1
         return (0, self.num_pools)
 
+    def empty_cache(self) -> None:
+        assert not self.is_capturing
+        self.num_emptied += 1
+
     @contextmanager
     def enter_stream(self, stream: Any) -> Iterator[None]:
-        previous = self.stream
+        previous, self.stream = self.stream, stream
         try:
             yield
         finally:
             self.stream = previous
-
-    @contextmanager
-    def graph(self, graph: Any, pool: Any = (1, 0), **_: Any) -> Iterator[None]:
-        assert pool not in self.recording, "already recording to mempool_id"
-        assert not gc.isenabled(), "a collection would invalidate the capture"
-        if self.num_graphs.get(pool) == 0:
-            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
-        self.num_graphs[pool] += 1
-        weakref.finalize(graph, self.leave_pool, pool)
-        self.recording.append(pool)
-        self.stream, self.is_capturing, self.is_invalid = "capture", True, False
-        try:
-            yield
-        finally:
-            self.is_capturing = False
-            if self.is_invalid:
-                raise RuntimeError("capture invalidated")  # stream and pool stay as they are
-            self.recording.remove(pool)
-            self.stream = "default"
-            self.num_ended += 1
 
     def leave_pool(self, pool: Any) -> None:
         self.num_graphs[pool] -= 1
@@ -202,6 +181,35 @@ class FakeCuda:
         if pool not in self.recording:
             raise RuntimeError("not currently recording to mempool_id")
         self.recording.remove(pool)
+
+
+class FakeGraph:
+    def __init__(self, cuda: FakeCuda):
+        self.cuda = cuda
+
+    def replay(self) -> None: ...
+
+    def capture_begin(self, pool: Any, *, capture_error_mode: str) -> None:
+        cuda = self.cuda
+        pool = pool or cuda.new_pool()
+        assert cuda.stream == "capture" and capture_error_mode == "thread_local"
+        assert pool not in cuda.recording, "already recording to mempool_id"
+        assert not gc.isenabled(), "a collection would invalidate the capture"
+        if cuda.num_graphs.get(pool) == 0:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        cuda.num_graphs[pool] += 1
+        weakref.finalize(self, cuda.leave_pool, pool)
+        self.pool = pool
+        cuda.recording.append(pool)
+        cuda.is_capturing, cuda.is_invalid = True, False
+
+    def capture_end(self) -> None:
+        cuda = self.cuda
+        cuda.is_capturing = False
+        if cuda.is_invalid:
+            raise RuntimeError("capture invalidated")  # the pool stays as it is
+        cuda.recording.remove(self.pool)
+        cuda.num_ended += 1
 
 
 @pytest.fixture
@@ -247,6 +255,23 @@ def test_a_step_that_raises_in_a_valid_capture_releases_no_pool_twice(cuda: Fake
     with pytest.raises(KeyboardInterrupt):
         CudaGraphs().capture(interrupt)
     assert not cuda.recording and not cuda.released and gc.isenabled()
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+def test_only_a_capture_that_finds_no_memory_empties_the_cache(
+    cuda: FakeCuda, num_failures: int
+) -> None:
+    """What is cached is what the update allocates next."""
+    failures = ["out of memory"] * num_failures
+
+    def allocate() -> None:
+        if cuda.is_capturing and failures:
+            raise torch.OutOfMemoryError(failures.pop())
+
+    with pytest.raises(torch.OutOfMemoryError) if num_failures == 2 else nullcontext():
+        CudaGraphs().capture(allocate)
+    assert cuda.num_emptied == min(num_failures, 1)
+    assert not cuda.recording and cuda.stream == "default" and gc.isenabled()
 
 
 def test_graphs_share_a_pool_as_long_as_one_of_them_is_there(cuda: FakeCuda) -> None:

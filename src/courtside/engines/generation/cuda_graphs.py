@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from warnings import warn
 
@@ -64,29 +64,29 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._pool: Any = None
+        self._stream: Any = None
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Raises what the step or its capture raises, with the device ready for the next one."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARMUP_STEPS):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
+        for _ in range(WARMUP_STEPS):
+            step()
+        with suppress(torch.OutOfMemoryError):
+            return self._capture(step)
+        torch.cuda.empty_cache()  # the allocator cannot do so by itself during a capture
+        return self._capture(step)
+
+    def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        self._stream = self._stream or torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
         with _pause_gc():  # which might take the last graph of the pool
             if not self._graphs:
                 self._pool = torch.cuda.graph_pool_handle()
             try:
-                # Restores the current stream, which torch.cuda.graph leaves set when its exit
-                # raises.
-                with (
-                    torch.cuda.stream(torch.cuda.current_stream()),
-                    torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-                ):
+                with _record(graph, self._stream, self._pool):
                     step()
             except BaseException:
-                _clean_up_failed_capture(self._pool)
+                _clean_up_failed_capture(self._pool, self._stream)
                 self._graphs.clear()  # later captures are not into this pool
                 raise
         self._graphs.add(graph)
@@ -94,9 +94,22 @@ class CudaGraphs:
 
 
 @contextmanager
+def _record(graph: torch.cuda.CUDAGraph, stream: Any, pool: Any = None) -> Iterator[None]:
+    """`torch.cuda.graph` without its `empty_cache`: all memory that is allocated after a rollout
+    would have to be asked of the driver again."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+@contextmanager
 def _pause_gc() -> Iterator[None]:
     """A collection may destroy a dead CUDA graph or unload a Triton kernel: CUDA permits neither
-    during a capture and invalidates it. torch.cuda.graph has not collected before since 2.9."""
+    during a capture and invalidates it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -106,7 +119,7 @@ def _pause_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _clean_up_failed_capture(pool: Any) -> None:
+def _clean_up_failed_capture(pool: Any, stream: Any) -> None:
     """What `CUDAGraph.capture_end` leaves undone when CUDA has invalidated the capture."""
     functions: Any = torch._C
     device = torch.cuda.current_device()
@@ -116,5 +129,5 @@ def _clean_up_failed_capture(pool: Any) -> None:
     except RuntimeError:
         pass  # not recording: the capture itself has ended, or a later torch has cleaned up
     # The default generator stays in capture mode until some capture ends properly.
-    with _pause_gc(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with _pause_gc(), _record(torch.cuda.CUDAGraph(), stream):
         torch.zeros(1, device="cuda")
