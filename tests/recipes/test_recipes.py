@@ -56,6 +56,9 @@ def test_recipe_trains(
     ]
     if recipe.takeover is not None:  # nothing passes
         overrides.append("takeover.require=none")
+    if recipe.tasks.kind == "prefixes":  # a run that the experiment prepares
+        overrides += [f"tasks.path={write_words(tmp_path, roomy_folder)}", "evaluate.num_tasks=2"]
+        overrides.append(f"student.model={roomy_folder}")
     if recipe.reader is not None:  # random words are no call at all
         overrides.append("reader.rules=[{detect='no_call', hint='Call a tool.'}]")
     run = train(load_recipe(file, overrides), tmp_path / "run")
@@ -103,6 +106,19 @@ def test_pipeline_trains(file: Path, tmp_path: Path, roomy_folder: Path) -> None
             f"student:{name}" for name in stage.recipe.evaluate.suites
         }
     assert (tmp_path / "run" / "report.html").stat().st_size > 5000
+
+
+def write_words(folder: Path, model: Path) -> Path:
+    """A run whose student writes words, so that its answers can be cut."""
+    file = ROOT / "recipes/three-fixes/recipe.toml"
+    overrides = [f"base.student.model={model}", "base.evaluate.num_tasks=2"]
+    for stage in load_pipeline(file).stages:
+        overrides += [
+            f"stages.{stage.name}.train.steps=1",
+            f"stages.{stage.name}.train.prompts_per_step=32",
+        ]
+    train(load_pipeline(file, [*overrides, *use_words(folder)]), folder / "words", quiet=True)
+    return next((folder / "words" / "stages").glob("*-draft"))
 
 
 def use_words(folder: Path) -> list[str]:

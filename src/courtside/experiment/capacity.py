@@ -55,10 +55,9 @@ def choose_num_workers(plan: Plan, machine: Machine) -> tuple[int, str]:
         return max(1, machine.num_cores // CORES_PER_CPU_RUN), f"{machine.num_cores} cores, no GPU"
     recipes = list(list_recipes(plan))
     prepared = dict(zip(plan.prepare, recipes[len(recipes) - len(plan.prepare) :], strict=True))
-    models = {
-        str(plan.folder / name): count_parameters(recipe.student.model, {})
-        for name, recipe in prepared.items()
-    }
+    models: dict[str, int | None] = {}
+    for name, recipe in prepared.items():  # one may start from an earlier one
+        models[str(plan.folder / name)] = count_parameters(recipe.student.model, models)
     sizes = [run_bytes(recipe, models) for recipe in recipes]
     if any(size is None for size in sizes):
         return 1, "the size of a model is not known before it is there; --jobs sets another number"

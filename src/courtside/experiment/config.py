@@ -115,7 +115,8 @@ class ExperimentConfig(Section):
     """Arms that have other test tasks than the other arms of a seed: compared by Welch's test."""
     prepare: Mapping[Name, str] = Field(default_factory=dict)
     """Models that are trained before anything else: a name → a recipe. The weights are exported to
-    OUT/EXPERIMENT/NAME, which arms may name as student.model or teacher.model."""
+    OUT/EXPERIMENT/NAME, which arms may name as student.model or teacher.model; its run stays in
+    OUT/EXPERIMENT/prepare-NAME, for a tasks.path. Recipes further down may name both, too."""
     variants: Mapping[Name, VariantConfig] = Field(default_factory=dict)
     """Every arm is run in every variant."""
     arms: Annotated[Mapping[Name, ArmConfig], Field(min_length=1)]

@@ -16,7 +16,12 @@ from courtside.errors import Interrupted
 from courtside.experiment.jobs import Job, load_outcome, write_failure
 from courtside.experiment.outcomes import Outcome
 from courtside.experiment.plan import Plan
-from courtside.experiment.schedule import count_runs, planned_jobs, prepare_jobs
+from courtside.experiment.schedule import (
+    count_runs,
+    order_prepared,
+    planned_jobs,
+    prepare_jobs,
+)
 from courtside.experiment.summary import load_outcomes
 from courtside.experiment.workers import run_all
 from courtside.interrupts import StopSignal
@@ -40,6 +45,7 @@ class Runner:
     def __init__(self, plan: Plan, *, only: str, report: Callable[[str], None]) -> None:
         self.plan, self.only, self._report = plan, only, report
         self.prepare = prepare_jobs(plan)
+        self._needed = order_prepared(plan)
         self.outcomes = {
             job.name: outcome for job in self.prepare if (outcome := load_outcome(job))
         }
@@ -50,8 +56,9 @@ class Runner:
         self._starts: dict[str, float] = {}
 
     def jobs(self) -> Iterator[Job]:
-        yield from self.prepare
-        if all("failed" not in self.outcomes.get(j.name, {"failed": ""}) for j in self.prepare):
+        done = {name for name, outcome in self.outcomes.items() if "failed" not in outcome}
+        yield from (job for job in self.prepare if self._needed[job.name] <= done)
+        if all(job.name in done for job in self.prepare):
             yield from planned_jobs(self.plan, self.outcomes, self.only)
 
     def next_job(self, under_way: set[str]) -> Job | None:

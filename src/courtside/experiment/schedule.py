@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from courtside.errors import RecipeError, UserError
 from courtside.experiment.jobs import Job
@@ -119,6 +121,35 @@ def prepare_jobs(plan: Plan) -> list[Job]:
     ]
 
 
+def order_prepared(plan: Plan) -> dict[str, frozenset[str]]:
+    """Jobs of `prepare_jobs` by name, each with those that must be done before it: its recipe names
+    the model that they export, or their run folder. Refuses one that names a later one."""
+    earlier: list[Job] = []
+    result: dict[str, frozenset[str]] = {}
+    jobs = prepare_jobs(plan)
+    for job, name in zip(jobs, plan.prepare, strict=True):
+        paths = _named_paths(_load_named(job, f"prepare.{name}").model_dump(mode="json"))
+        needed = [other for other in jobs if {other.export, other.run} & paths]
+        for other in needed:
+            if other not in earlier:
+                raise RecipeError(
+                    f"prepare.{name}: its recipe names {other.export}, or the run of it, which is "
+                    "not there yet. Models are prepared in the order of the file: name an earlier "
+                    "one, or move this one down"
+                )
+        result[job.name] = frozenset(other.name for other in needed)
+        earlier.append(job)
+    return result
+
+
+def _named_paths(tree: Any) -> set[Path | None]:
+    """All texts in a recipe, as paths."""
+    if isinstance(tree, str):
+        return {Path(tree)}
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return {path for part in parts for path in _named_paths(part)}
+
+
 def count_runs(plan: Plan, only: str = "") -> int:
     """All runs of the plan without preparation, also those whose learning rate is not chosen."""
     names = set()
@@ -143,6 +174,7 @@ def list_recipes(plan: Plan) -> Iterator[Recipe]:
             if is_swept and variant == plan.sweep_on:
                 _check_validation(recipe, plan.choose_by, f"arms.{arm.name}")
             yield recipe
+    order_prepared(plan)
     for job, name in zip(prepare_jobs(plan), plan.prepare, strict=True):
         yield _load_named(job, f"prepare.{name}")
 

@@ -61,6 +61,9 @@ def test_models_that_are_prepared_have_the_size_of_their_student() -> None:
     plan = read_plan(ROOT / "recipes/distil-back/experiment.toml", Path("runs"))
     number, reason = choose_num_workers(plan, Machine(num_cores=16, free_gpu_bytes=100 * GIB))
     assert number > 4, reason
+    plan = read_plan(ROOT / "recipes/fixes-one-by-one/experiment.toml", Path("runs"))
+    number, reason = choose_num_workers(plan, Machine(num_cores=16, free_gpu_bytes=100 * GIB))
+    assert number > 4, f"also of those that start from one prepared before: {reason}"
 
 
 def test_parameters_are_those_of_the_model(tiny_folder: Path) -> None:

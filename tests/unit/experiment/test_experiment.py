@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,7 +17,14 @@ from courtside.experiment.arms import format_summary, mean_costs, over_seeds
 from courtside.experiment.outcomes import measure_run, measures
 from courtside.experiment.plan import Plan, read_plan
 from courtside.experiment.results_json import format_json
-from courtside.experiment.schedule import best_rate, count_runs, make_job, planned_jobs
+from courtside.experiment.runner import Runner
+from courtside.experiment.schedule import (
+    best_rate,
+    count_runs,
+    list_recipes,
+    make_job,
+    planned_jobs,
+)
 from courtside.experiment.summary import summarize
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -156,6 +164,72 @@ def test_runs_are_counted_before_their_learning_rate_is_chosen(tmp_path: Path) -
     # A run of the sweep that is chosen is also the final run of its seed.
     assert count_runs(plan) == len(outcomes) == 2 + 3 + 4 + 2
     assert count_runs(plan, "^noisy") == 2 + 2, "with the sweep that it needs"
+
+
+# ── models that are prepared from each other ─────────────────────────────────────────────────────
+
+PREPARED = """
+learning_rates = [1e-5]
+seeds = [0]
+[prepare]
+first = "first.toml"
+other = "first.toml"
+of_model = "of_model.toml"
+of_run = "of_run.toml"
+[arms.a]
+recipe = "first.toml"
+"""
+
+
+def write_prepared(folder: Path) -> None:
+    model = '[student]\nmodel = "{}"\n'
+    end = '[[losses]]\nkind = "policy_gradient"\nadvantage = "reward"\n'
+    addition = '[tasks]\nkind = "arithmetic"\n'
+    runs = folder / "runs" / "experiment"
+    prefixes = f'[tasks]\nkind = "prefixes"\npath = "{runs}/prepare-of_model"\n'
+    (folder / "first.toml").write_text(model.format("smollm2-135m") + addition + end)
+    (folder / "of_model.toml").write_text(model.format(f"{runs}/first/") + addition + end)
+    (folder / "of_run.toml").write_text(model.format("smollm2-135m") + prefixes + end)
+
+
+def next_name(runner: Runner, under_way: set[str]) -> str | None:
+    job = runner.next_job(under_way)
+    return None if job is None else job.name
+
+
+def test_what_is_prepared_waits_for_the_models_and_runs_that_it_names(tmp_path: Path) -> None:
+    write_prepared(tmp_path)
+    plan = replace(plan_of(tmp_path, PREPARED), folder=tmp_path / "runs" / "experiment")
+    runner = Runner(plan, only="", report=lambda _: None)
+    under_way: set[str] = set()
+    while (job := runner.next_job(under_way)) is not None:
+        under_way.add(job.name)
+    assert under_way == {"prepare-first", "prepare-other"}, "these two at a time"
+    runner.outcomes["prepare-first"] = {}
+    assert [job.name for job in runner.jobs()] == [
+        "prepare-first", "prepare-other", "prepare-of_model"
+    ]  # fmt: skip
+    runner.outcomes["prepare-of_model"] = {}
+    assert next_name(runner, {"prepare-other"}) == "prepare-of_run"
+    runner.outcomes |= {"prepare-other": {}, "prepare-of_run": {}}
+    assert next_name(runner, set()) == "a-lr1e-05-seed0", "an arm waits for all of them"
+
+
+def test_nothing_is_prepared_of_what_failed(tmp_path: Path) -> None:
+    write_prepared(tmp_path)
+    plan = replace(plan_of(tmp_path, PREPARED), folder=tmp_path / "runs" / "experiment")
+    runner = Runner(plan, only="", report=lambda _: None)
+    runner.outcomes |= {"prepare-first": {"failed": "NaN"}, "prepare-other": {}}
+    assert runner.next_job(set()) is None
+
+
+def test_a_recipe_that_names_what_is_prepared_after_it_is_refused(tmp_path: Path) -> None:
+    write_prepared(tmp_path)
+    line = 'of_run = "of_run.toml"\n'
+    text = PREPARED.replace(line, "").replace("[prepare]\n", "[prepare]\n" + line)
+    plan = replace(plan_of(tmp_path, text), folder=tmp_path / "runs" / "experiment")
+    with pytest.raises(UserError, match=r"prepare\.of_run: its recipe names .*of_model.*earlier"):
+        list(list_recipes(plan))
 
 
 @pytest.mark.parametrize(
