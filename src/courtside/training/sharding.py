@@ -42,13 +42,15 @@ class ShardedWeights(StudentWeights):
         self.adapter = None  # the sampler's is switched off and on, never the trainer's
         self.model, self.mesh = _copy_to_host(sampler.model), mesh
         disable_activation_checkpointing(sampler.model)
-        self._zero_stage, reshards = zero_stage, zero_stage == 3
-        self._layers = _shard(self.model, mesh, self.autocast, reshards=reshards)
+        # One rank would copy its weights in each pass, where several gather them: it does so once.
+        is_alone = mesh.size() == 1
+        self._zero_stage, self._reshards = zero_stage, zero_stage == 3 and not is_alone
+        self._layers = _shard(self.model, mesh, self.autocast, reshards=self._reshards)
         for module in (self.model, *self._layers):
             # Sums over the ranks: the denominators of the losses are those of the whole step.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        self.model.set_reshard_after_backward(False, recurse=zero_stage == 1)
+        self.model.set_reshard_after_backward(False, recurse=zero_stage == 1 or is_alone)
         self._trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if self.autocast is not None and sampler.adapter is None:
             _cast_linear_weights(sampler.model, self.autocast)
@@ -78,7 +80,7 @@ class ShardedWeights(StudentWeights):
         finally:
             for layer in self._layers:
                 layer.reshard()
-                layer.set_reshard_after_forward(self._zero_stage == 3)
+                layer.set_reshard_after_forward(self._reshards)
 
     def start_pass(self, head: LMHead, *, is_last: bool) -> None:
         # The ranks reduce a gradient together, so all of them have it in the last pass.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from courtside.assemble import assemble
 from courtside.errors import NotFiniteError, RunError
 from courtside.report.alarms import check_empty_update
 from courtside.runtime import Runtime
-from courtside.types import Scored
+from courtside.types import Grade, Scored
 
 
 @pytest.fixture
@@ -103,6 +105,36 @@ def test_an_empty_batch_is_no_zero_loss(empty, parts):
     assert update.num_tokens == {"divergence": 0} and math.isnan(update.components["divergence"])
     with pytest.raises(RunError, match=r"anything to train on.*not a zero loss"):
         check_empty_update(parts.recipe, scored, update)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(parts), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "num_passed", "stops"),
+    [
+        ("feedback", 0, 4, False),  # nothing went wrong
+        ("feedback", 0, 3, True),  # one did, and the grader says nothing about it
+        ("feedback", 1, 3, False),
+        ("sibling", 0, 0, True),
+        ("sibling", 1, 0, False),
+        ("system", 1, 4, True),
+    ],
+)
+def test_a_batch_that_needs_no_correction_changes_no_weight(
+    kind: str, step: int, num_passed: int, stops: bool, tiny_folder: Path
+) -> None:
+    context = {"kind": kind} | ({"text": "Be brief."} if kind == "system" else {})
+    parts = assemble(small_recipe(tiny_folder, teacher={"kind": "self", "context": context}))
+    grades = [Grade(score=float(n < num_passed), passed=n < num_passed) for n in range(4)]
+    trajectories = [
+        replace(trajectory, grade=grade)
+        for trajectory, grade in zip(parts.rollout(parts.tasks.batch(step, 2), step), grades)
+    ]
+    scored = [replace(s, target=None) for s in parts.teacher(trajectories)]
+    before = weights_of(parts)
+    update = parts.student.step(step, scored)
+    with pytest.raises(RunError, match="not a zero loss") if stops else nullcontext():
+        check_empty_update(parts.recipe, scored, update)
+    assert update.metrics["grad_norm"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(parts), strict=True))
 
 
