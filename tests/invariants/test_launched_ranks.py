@@ -20,7 +20,8 @@ import torch.distributed as dist
 out = open("OUT", "w")
 atexit.register(lambda: print("group left:", not dist.is_initialized(), file=out, flush=True))
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
-counts = {"gathered": 0, "reduced": 0}
+from torch.distributed.fsdp._fully_shard import _fsdp_state as states
+counts = {"gathered": 0, "reduced": 0, "roots": 0}
 def count(name, function):
     def counted(*args, **kwargs):
         counts[name] += 1
@@ -29,6 +30,11 @@ def count(name, function):
 group = groups.FSDPParamGroup
 group._to_unsharded = count("gathered", group._to_unsharded)
 groups.foreach_reduce = count("reduced", groups.foreach_reduce)
+enter = states.FSDPState._root_pre_forward
+def enter_or_begin(self, *args, **kwargs):
+    counts["roots"] += self._state_ctx.iter_forward_root is None
+    return enter(self, *args, **kwargs)
+states.FSDPState._root_pre_forward = enter_or_begin
 from courtside.assemble import assemble
 from courtside.ranks import connect
 from courtside.recipe.load import parse_recipe
@@ -47,7 +53,7 @@ def each_pass(micro_batches):
         num_passes += 1
         yield micro_batch
 student.each_pass = each_pass
-counts.update(gathered=0, reduced=0)
+counts.update(gathered=0, reduced=0, roots=0)
 student.step(0, scored)
 layers = parts.engine.model.config.num_hidden_layers
 print("counts:", json.dumps({**counts, "passes": num_passes, "layers": layers}), file=out)
@@ -82,6 +88,7 @@ def test_a_stage_gathers_and_reduces_as_often_as_it_says(
     # Embeddings, final norm and head are one more of each, once a step.
     assert counts["gathered"] == layers * gathered + 1
     assert counts["reduced"] == layers * reduced + 1
+    assert counts["roots"] == passes, "or no layer is gathered while another computes"
 
 
 def test_a_sharded_mixture_computes_its_experts_under_autocast(tmp_path: Path) -> None:

@@ -127,16 +127,20 @@ def check_empty_update(recipe: Recipe, scored: Sequence[Scored], update: Update)
         return  # zero_variance_groups = "drop": all samples of every prompt have equal rewards
     if scored and recipe.drafts:
         return  # no sample is better than another, or none needs a correction: `drafts/` counts why
-    if scored and recipe.draft_contexts and not any(s.has_target for s in scored):
+    has_no_context = recipe.draft_contexts and not any(s.has_target for s in scored)
+    if scored and has_no_context and (update.step > 0 or all_passed(scored)):
         # Feedback is about failures, and an able student has none. A first step without a single
         # text is a mistake in the recipe; later a batch may have no failure, or no passing sibling.
-        if update.step > 0 or all(s.trajectory.grade and s.trajectory.grade.passed for s in scored):
-            return
+        return
     raise RunError(
         f"step {update.step}: no trajectory has anything to train on (of {len(scored)}, "
         f"{sum(not s.has_target for s in scored)} have no teacher). An empty batch is not a zero "
         "loss. Look at the tasks, the teacher's context and each loss's `on`"
     )
+
+
+def all_passed(scored: Sequence[Scored]) -> bool:
+    return all(s.trajectory.grade is not None and s.trajectory.grade.passed for s in scored)
 
 
 def check_harmful_hints(hints: Sequence[HintOutcome]) -> str | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -42,15 +43,13 @@ class ShardedWeights(StudentWeights):
         self.adapter = None  # the sampler's is switched off and on, never the trainer's
         self.model, self.mesh = _copy_to_host(sampler.model), mesh
         disable_activation_checkpointing(sampler.model)
-        # One rank would copy its weights in each pass, where several gather them: it does so once.
-        is_alone = mesh.size() == 1
-        self._zero_stage, self._reshards = zero_stage, zero_stage == 3 and not is_alone
-        self._layers = _shard(self.model, mesh, self.autocast, reshards=self._reshards)
-        for module in (self.model, *self._layers):
+        self._zero_stage, reshards = zero_stage, zero_stage == 3
+        self._root, self._layers = _shard(self.model, mesh, self.autocast, reshards=reshards)
+        for module in (self._root, *self._layers):
             # Sums over the ranks: the denominators of the losses are those of the whole step.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        self.model.set_reshard_after_backward(False, recurse=zero_stage == 1 or is_alone)
+        self._root.set_reshard_after_backward(False, recurse=zero_stage == 1)
         self._trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if self.autocast is not None and sampler.adapter is None:
             _cast_linear_weights(sampler.model, self.autocast)
@@ -62,11 +61,11 @@ class ShardedWeights(StudentWeights):
 
     @contextmanager
     def gather_head(self) -> Iterator[None]:
-        self.model.unshard()
+        self._root.unshard()
         try:
             yield
         finally:
-            for module in (self.model, *self._layers):
+            for module in (self._root, *self._layers):
                 module.reshard()
 
     @contextmanager
@@ -80,11 +79,11 @@ class ShardedWeights(StudentWeights):
         finally:
             for layer in self._layers:
                 layer.reshard()
-                layer.set_reshard_after_forward(self._reshards)
+                layer.set_reshard_after_forward(self._zero_stage == 3)
 
     def start_pass(self, head: LMHead, *, is_last: bool) -> None:
         # The ranks reduce a gradient together, so all of them have it in the last pass.
-        self.model.set_requires_gradient_sync(is_last, recurse=self._zero_stage == 1)
+        self._root.set_requires_gradient_sync(is_last, recurse=self._zero_stage == 1)
         allocate_head_gradient(head)
 
     @torch.no_grad()
@@ -134,24 +133,51 @@ def _copy_to_host(model: Any, dtypes: Mapping[str, torch.dtype] | None = None) -
     return copy.deepcopy(model, memo=copies)
 
 
+class PassRoot(nn.Module):
+    """The module that a forward pass enters first: it hands passes on to the model's decoder.
+
+    FSDP takes the first of its modules that is called for the root of the pass. Were that a layer,
+    each layer would be a pass to it: gathered when the one before has been computed, and not
+    meanwhile. It has the weights outside of the layers."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+        self._decode = model.base_model.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._decode(*args, **kwargs)
+
+    def take_passes(self) -> None:
+        """Passes through the decoder come here first, and whoever has the model can gather it."""
+
+        @wraps(self._decode)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        self.model.base_model.forward = forward
+        self.model.unshard, self.model.reshard = self.unshard, self.reshard
+
+
 def _shard(
     model: Any, mesh: DeviceMesh, autocast: torch.dtype | None, *, reshards: bool
-) -> list[FSDPModule]:
-    """Shard the model in place; returns its decoder layers."""
+) -> tuple[FSDPModule, list[FSDPModule]]:
+    """Shard the model in place; returns the root of its passes and its decoder layers."""
     layers: list[Any] = list(_find_layers(model))
     # Gathered in the dtype of the shards, and cast by autocast alone, as in a single process.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    # Passes enter below the head. One through the whole model tells the layers what their root is.
+    root: Any = fully_shard(PassRoot(model), mesh=mesh, reshard_after_forward=False)
+    root.take_passes()
+    # One pass tells the layers what their root is.
     device_type = mesh.device_type
     with torch.no_grad(), torch.autocast(device_type, autocast, enabled=autocast is not None):
         ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-        model(input_ids=ids, use_cache=False)
-    for module in (model, *layers):
+        model.base_model(input_ids=ids, use_cache=False)
+    for module in (root, *layers):
         module.reshard()
-    return layers
+    return root, layers
 
 
 def _find_layers(model: Any) -> nn.ModuleList:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -132,7 +133,9 @@ def with_gather_index(layout: VarlenLayout) -> VarlenLayout:
     """The layout as on a GPU, where kernels gather keys."""
     assert layout.key_segments is not None and layout.gather_index is None
     index = prefix_gather.make_gather_index(layout.lengths, layout.key_segments)
-    return replace(layout, gather_index=index)
+    layout = copy(layout)
+    layout.gather_index = index
+    return layout
 
 
 @pytest.mark.parametrize("heads", [1, 3, 20], ids=["narrow", "odd", "several blocks"])

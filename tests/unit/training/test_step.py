@@ -125,10 +125,8 @@ def test_a_batch_that_needs_no_correction_changes_no_weight(
     context = {"kind": kind} | ({"text": "Be brief."} if kind == "system" else {})
     parts = assemble(small_recipe(tiny_folder, teacher={"kind": "self", "context": context}))
     grades = [Grade(score=float(n < num_passed), passed=n < num_passed) for n in range(4)]
-    trajectories = [
-        replace(trajectory, grade=grade)
-        for trajectory, grade in zip(parts.rollout(parts.tasks.batch(step, 2), step), grades)
-    ]
+    sampled = parts.rollout(parts.tasks.batch(step, 2), step)
+    trajectories = [replace(t, grade=grade) for t, grade in zip(sampled, grades, strict=True)]
     scored = [replace(s, target=None) for s in parts.teacher(trajectories)]
     before = weights_of(parts)
     update = parts.student.step(step, scored)

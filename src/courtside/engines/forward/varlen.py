@@ -11,7 +11,7 @@ those of every suffix, and their gradients summed in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from inspect import signature
@@ -68,23 +68,36 @@ class VarlenBackend:
 DEFAULT_BACKEND = VarlenBackend()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenLayout:
-    """Segments of a row of N tokens, and of the K keys that they attend to."""
+    """Segments of a row of N tokens, and of the K keys that they attend to.
 
-    lengths: tuple[int, ...]
-    cu_seqlens_S: Tensor
-    """0 and the end of each segment, on the device: int32, as kernels take it."""
-    key_lengths: tuple[int, ...]
-    """At least `lengths`: the queries of a segment are aligned with the last of its keys."""
-    cu_key_lens_S: Tensor
-    key_segments: tuple[int, ...] | None = None
-    """Segments whose keys, concatenated, are the K keys; None: the keys come concatenated."""
-    gather_index: Any = None
-    """A `prefix_gather.GatherIndex` of `key_segments`; None: they are concatenated by torch."""
-    backend: VarlenBackend = DEFAULT_BACKEND
-    masks: dict[tuple[torch.dtype, int | None], Tensor] = field(default_factory=dict)
-    """By dtype and window, made by `mask` once for all layers."""
+    No dataclass: FSDP looks for tensors with gradients in every field, and every item of a tuple,
+    of the dataclasses that a layer is given."""
+
+    def __init__(
+        self,
+        *,
+        lengths: tuple[int, ...],
+        cu_seqlens_S: Tensor,
+        key_lengths: tuple[int, ...],
+        cu_key_lens_S: Tensor,
+        key_segments: tuple[int, ...] | None = None,
+        gather_index: Any = None,
+        backend: VarlenBackend = DEFAULT_BACKEND,
+    ):
+        self.lengths = lengths
+        self.cu_seqlens_S = cu_seqlens_S
+        """0 and the end of each segment, on the device: int32, as kernels take it."""
+        self.key_lengths = key_lengths
+        """At least `lengths`: the queries of a segment are aligned with the last of its keys."""
+        self.cu_key_lens_S = cu_key_lens_S
+        self.key_segments = key_segments
+        """Segments whose keys, concatenated, are the K keys; None: the keys come concatenated."""
+        self.gather_index = gather_index
+        """A `prefix_gather.GatherIndex` of `key_segments`; None: torch concatenates them."""
+        self.backend = backend
+        self.masks: dict[tuple[torch.dtype, int | None], Tensor] = {}
+        """By dtype and window, made by `mask` once for all layers."""
 
     def query_blocks(self, window: int | None) -> Iterator[tuple[slice, slice]]:
         """`segment_blocks` of all segments, as slices of the row and of the K keys."""
