@@ -271,7 +271,9 @@ def _before(section: Mapping[str, Any], measure: str) -> str:
 
 
 def _key(measure: str, when: str) -> str:
-    return when if measure == "score" else f"{measure}_{when}"
+    """A score, of a suite's too, is stored without its name."""
+    suite, slash, name = measure.rpartition("/")
+    return f"{suite}{slash}{when}" if name == "score" else f"{measure}_{when}"
 
 
 def curve_rows(place: str) -> list[list[str]]:

@@ -44,9 +44,12 @@ def test_costs_are_listed_with_what_an_arm_ends_at(monkeypatch: pytest.MonkeyPat
         "learning_rate": 1e-5,
         "before": {"mean": 0.25},
         "after": {"mean": 0.5, "low": 0.4, "high": 0.6, "seeds": 5},
+        "knowledge/after": {"mean": 0.3, "low": 0.2, "high": 0.4, "seeds": 5},
         "spent": {unit: {"mean": value} for unit, value in spent.items()},
     }
     monkeypatch.setattr(result_numbers, "read_results", lambda study: {"arms": {"a": arm}})
+    of_suite = render_number("s; a; cells/knowledge/score")
+    assert of_suite == "30.0% (20.0–40.0) | 600k / 0k | 2.50 | 31"
     assert render_table("costs; s; score").splitlines()[3:5] == [
         "| start |  | 25.0% |  |  |  |  |",
         "| `a` | 1e-05 | 50.0% (40.0–60.0) | 600k | 0k | 2.50 | 18 |",

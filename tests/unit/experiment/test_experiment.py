@@ -489,6 +489,16 @@ def test_cost_pictures_show_every_arm_once_and_no_label_on_another(
             assert not any(abs(x - u) < 20 and abs(y - v) < 12 for u, v in spots[:i])
 
 
+def test_the_picture_of_forgetting_shows_every_arm(tmp_path: Path) -> None:
+    folder = ROOT / "recipes/forgetting"
+    results = json.loads((folder / "results.json").read_text())
+    (path,) = runpy.run_path(str(folder / "plots.py"))["draw"](results, tmp_path)
+    assert path.read_text() == (folder / path.name).read_text(), "run plots.py again"
+    dots = [e for e in ElementTree.fromstring(path.read_text()).iter() if e.tag[-6:] == "circle"]
+    num_arms = sum(len(variant["arms"]) for variant in results["variants"].values())
+    assert len(dots) == num_arms + 2, "the start, and the legend's average"
+
+
 def test_the_switchboard_pictures_show_every_arm_seed_and_step(tmp_path: Path) -> None:
     folder = ROOT / "recipes/switchboard-both"
     results = json.loads((folder / "results.json").read_text())
