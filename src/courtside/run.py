@@ -68,6 +68,7 @@ class Run:
             trained=sum(p.numel() for p in parts.student.weights.trained.values()),
             teachers=parts.teacher_sizes,
             reader=size if parts.reader_is_student else 0,
+            route_of=self.recipe.route_of,
         )
         self.num_steps = 0
         """Optimizer steps done."""

@@ -403,11 +403,11 @@ def test_a_server_that_fails_stops_the_run_with_its_steps_saved(
 def test_a_slow_server_is_a_drop(tiny_folder: Path, tmp_path: Path, server: ChatServer) -> None:
     def answer(number: int, body: dict[str, Any]) -> Any:
         if number == 1:
-            time.sleep(0.6)
+            time.sleep(1.6)
         return solve(number, body)
 
     server.answer = answer
-    recipe = answers(tiny_folder, server, endpoint={"timeout": 0.3}, train={"steps": 1})
+    recipe = answers(tiny_folder, server, endpoint={"timeout": 1.0}, train={"steps": 1})
     counts = count_all(train(recipe, tmp_path / "run").metrics())
     assert counts["dropped/no_answer"] == 1 and counts["trained"] == counts["drafts"] - 1
 

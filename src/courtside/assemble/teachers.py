@@ -90,8 +90,13 @@ class TeacherFactory:
             frozen = SelfTeacherConfig(kind="self", weights="frozen")
             reference = self._make(frozen, "reference")
             del self.sizes["reference"]  # as large as the student
-        hinted = self.recipe.reader is not None
-        return TeacherStage(teacher, reference, hinted=hinted, together=self.models.turns.open)
+        return TeacherStage(
+            teacher,
+            reference,
+            scores=self.recipe.scores_with_teacher,
+            hinted=self.recipe.reader is not None,
+            together=self.models.turns.open,
+        )
 
     def _make(self, config: ScoringTeacherConfig, label: str) -> Teacher:
         template = self.template.renderer

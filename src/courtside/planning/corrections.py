@@ -204,6 +204,8 @@ def list_rows(work: Workload) -> tuple[Rows, ...]:
         for index, source in enumerate(sources):
             trained = _trained_fraction(work, source, groups[index].scored)
             groups[index] = replace(groups[index], trained=trained)
+    if not work.recipe.scores_with_teacher:
+        groups = [replace(group, scored=0.0) for group in groups]
     return tuple(group for group in groups if group.number)
 
 

@@ -277,7 +277,7 @@ def branch_bytes(work: Workload, tokens: float) -> float:
 
 def teacher_memory(work: Workload) -> PhaseMemory:
     parts = resident_bytes(work)
-    if work.is_scored and not work.defers_hints:
+    if work.is_scored and work.num_scored_rows and not work.defers_hints:
         if _casts(work) and not work.models.teachers and work.num_gpus == 1:
             parts["bf16 weights"] = 2.0 * work.models.student.num_parameters
         parts["targets"] = target_bytes(work)

@@ -282,12 +282,13 @@ def _writing_seconds(work: Workload, use: Utilisation, number: float, lengths: L
 
 def teacher_seconds(work: Workload, use: Utilisation) -> float:
     served = served_scoring_seconds(work, use, work.num_scored_rows)
-    if not work.is_scored and not work.recipe.needs_reference:
+    scores = work.is_scored and work.num_scored_rows > 0
+    if not scores and not work.recipe.needs_reference:
         return served
     limit = PASS_TOKENS[work.device.is_gpu]
     # Hints before the update: the trunks' passes, and those of their branches.
     is_tree = work.recipe.reader is not None and not work.defers_hints
-    num_rows = work.num_scored_rows * work.local_share if work.is_scored else work.num_all_rows
+    num_rows = work.num_scored_rows * work.local_share if scores else work.num_all_rows
     seconds = _pass_seconds(
         local_scoring_flops(work),
         work.models.scorer,

@@ -128,6 +128,11 @@ class Recipe(Section):
         """Whether repairs or take-overs are added, whose source is the teacher."""
         return self.takeover is not None or any(c.kind == "rewrite" for c in self.drafts)
 
+    @property
+    def scores_with_teacher(self) -> bool:
+        """Whether a loss compares with the teacher; else it only writes."""
+        return any(loss.needs_teacher for loss in self.losses)
+
     def loss_names(self) -> tuple[str, ...]:
         return tuple(loss.name or loss.kind for loss in self.losses)
 

@@ -231,7 +231,7 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
         if teacher.weights != "ema" and teacher.ema_decay != EMA_DECAY:
             yield "teacher: ema_decay belongs to weights = 'ema'; set that, or remove it"
         differs = teacher.context or recipe.reader or recipe.needs_reference
-        differs = differs or not any(loss.needs_teacher for loss in recipe.losses)
+        differs = differs or not recipe.scores_with_teacher
         if teacher.weights == "live" and not differs:
             yield (
                 "teacher: kind = 'self' with weights = 'live' and no context is the student "
@@ -243,8 +243,7 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
         or recipe.rollout.off_policy_source == "teacher"
         or any(config.asks_teacher for config in recipe.drafts)
     )
-    is_used = samples or any(loss.needs_teacher for loss in recipe.losses)
-    if recipe.teacher is not None and not is_used:
+    if recipe.teacher is not None and not (samples or recipe.scores_with_teacher):
         yield "teacher: no loss uses it; remove the section, or add a divergence"
 
 

@@ -62,6 +62,17 @@ class ModelSizes:
     """By name."""
     reader: int
     """0: unknown, as that of an endpoint."""
+    route_of: Callable[[Sequence[str]], str | None] = lambda _tags: None
+    """From the tags of a task to the route that its teacher's name begins with; None: no routes."""
+
+    def teacher_of(self, scored: Scored) -> int:
+        """Of the teacher that scored a trajectory, or would have if a loss compared with it."""
+        if scored.target is not None:
+            return self.teachers[scored.target.teacher]
+        route = self.route_of(scored.trajectory.task.tags)
+        sizes = [n for name, n in self.teachers.items() if name.startswith(f"{route}:")]
+        sizes = sizes if route is not None else list(self.teachers.values())
+        return sizes[0] if len(sizes) == 1 else self.student
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +150,7 @@ class CostMeter:
 
         for s in scored:
             length = len(s.trajectory.token_ids)
-            teacher_size = sizes.teachers[s.target.teacher] if s.target else size
+            teacher_size = sizes.teacher_of(s)
             # The usage of draft stages and the outcomes of take-overs count theirs.
             is_sampled = s.trajectory.correction not in ("rewrite", "takeover")
             if is_sampled and s.trajectory.source != "dataset" and not is_recorded:

@@ -74,6 +74,8 @@ class TeacherStage:
     teacher: ScoringTeacher | None
     reference: ScoringTeacher | None
     """The student before training, where a loss compares with it."""
+    scores: bool = True
+    """Whether a loss compares with the teacher; else it only writes."""
     hinted: bool = False
     """With a reader, only hinted turns and take-overs get targets."""
     take_over: TakeOver | None = None
@@ -98,7 +100,7 @@ class TeacherStage:
 
     def score(self, trajectories: Sequence[Trajectory], hints: Sequence[Hint] = ()) -> list[Scored]:
         scored = {t.id: Scored(trajectory=t, target=None) for t in trajectories}
-        if self.teacher:
+        if self.teacher and self.scores:
             # Copies in pairs compare with the reference alone.
             whole = [t for t in trajectories if not t.is_pair_copy]
             if self.hinted:

@@ -1,7 +1,10 @@
 """Nested phases count each second once; FLOPs follow the formulas."""
 
+from __future__ import annotations
+
 import pytest
 
+from courtside.chat.messages import make_trajectory
 from courtside.report.costs import (
     CostMeter,
     ModelSizes,
@@ -10,7 +13,7 @@ from courtside.report.costs import (
     forward_flops,
     training_flops,
 )
-from courtside.types import TokenUsage, Update
+from courtside.types import Message, Sample, Scored, Task, TokenUsage, Update
 
 
 class Clock:
@@ -96,3 +99,31 @@ def test_readers_and_drafts_are_part_of_a_step():
     assert cost == StepCost(
         student_tokens=0, teacher_tokens=13, flops=forward_flops(1000, 9) + forward_flops(100, 15)
     )
+
+
+@pytest.mark.parametrize(
+    ("teachers", "route", "size"),
+    [
+        ({"large": 1000}, None, 1000),
+        ({"math:large": 1000, "code:larger": 2000}, "code", 2000),
+        ({}, None, 100),
+    ],
+)
+def test_a_teacher_that_scores_nothing_writes_at_its_own_size(
+    teachers: dict[str, int], route: str | None, size: int
+) -> None:
+    task = Task(id="t", split="train", messages=(Message(role="user", content="?"),))
+    answer = make_trajectory(
+        task, (1, 2), Sample(text="x", token_ids=(3,), logp=(0.0,), stop="eos"),
+        id="a", source="teacher", policy_version=0, temperature=1.0, grade=None,
+    )  # fmt: skip
+    sizes = ModelSizes(
+        student=100, trained=100, teachers=teachers, reader=0, route_of=lambda tags: route
+    )
+    meter = CostMeter(Clock())
+    update = Update(step=0, loss=0.0, components={}, metrics={}, num_tokens={}, student_logp={})
+    cost = meter.add_step(
+        [Scored(trajectory=answer, target=None)], update, {}, sizes=sizes, is_recorded=False
+    )
+    assert cost == StepCost(student_tokens=0, teacher_tokens=3, flops=forward_flops(size, 3))
+    assert "teacher" not in meter.totals()
