@@ -34,6 +34,8 @@ PREFIXES = ("decisions/", "collateral/")
 """Further ones, of which all are in it."""
 MASSES = ("topk_mass/student", "topk_mass/teacher")
 """Of the metrics of steps: the probability that each gives to the support of a top-k loss."""
+STEP_PREFIXES = ("drafts/", "hints/", "reader/", "takeover/")
+"""Of the metrics of steps: what became of drafts, hints and take-overs."""
 
 
 # ── one run ──────────────────────────────────────────────────────────────────────────────────────
@@ -89,6 +91,7 @@ def measure_run(run: Path) -> Outcome:
         "training_errors": errors,
         "training_decisions": decisions,
         "training_masses": masses,
+        "training_means": _mean_over_steps(rows),
         "seconds": {phase: cost["seconds"] for phase, cost in costs.items()},
         "costs": {
             phase: {key: value for key, value in cost.items() if key != "seconds"}
@@ -96,6 +99,20 @@ def measure_run(run: Path) -> Outcome:
         },
         "episodes": read_counts(run),
         "environment": json.loads((run / "environment.json").read_text()),
+    }
+
+
+def _mean_over_steps(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the metrics of `STEP_PREFIXES`. A count that a step has not is 0 there; anything else is
+    averaged over the steps that have it."""
+    series: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith(STEP_PREFIXES) and value is not None:
+                series.setdefault(name, []).append(value)
+    return {
+        name: sum(values) / (len(rows) if all(isinstance(v, int) for v in values) else len(values))
+        for name, values in sorted(series.items())
     }
 
 
@@ -145,6 +162,8 @@ def measures(run: Outcome) -> dict[str, float]:
         if name.count("/") == 1:
             side = name.partition("/")[2]
             result[f"steps_to_half/{side}_after"] = float(steps_to_half(series))
+    for name, mean in run.get("training_means", {}).items():
+        result[f"training/{name}_after"] = mean
     for name, series in run.get("training_masses", {}).items():
         result[f"last_step/{name}_after"] = series[-1]
     return result

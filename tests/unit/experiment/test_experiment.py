@@ -328,10 +328,12 @@ def test_a_run_is_read_with_its_decisions(tmp_path: Path) -> None:
     rows = [
         {"step": n, "error_rate": 0.1, "decisions/date/habit_wrong": date,
          "decisions/desk/habit_wrong": 0.5, "decisions/filler": 0.0,
-         "topk_mass/student": date / 3, "topk_mass/teacher": None}
+         "topk_mass/student": date / 3, "topk_mass/teacher": None,
+         "hints/trained": 4 + n, "hints/shift": date}
         for n, date in enumerate((0.9, 0.7))
     ]  # fmt: skip
     del rows[1]["decisions/desk/habit_wrong"]  # no such turn in that step
+    rows[0] |= {"drafts/rewrite/repairs": 6, "takeover/pass_rate": 0.5}
     evaluation = {"step": 0, "policy": "student", "split": "test", "mean_score": 0.5, "metrics": {}}
     for name, lines in {"metrics": rows, "evaluations": [evaluation]}.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -341,6 +343,9 @@ def test_a_run_is_read_with_its_decisions(tmp_path: Path) -> None:
     run = measure_run(tmp_path)
     masses = {"topk_mass/student": [pytest.approx(0.3), pytest.approx(0.7 / 3)]}
     assert run["training_masses"] == masses
+    means = {"drafts/rewrite/repairs": 3.0, "takeover/pass_rate": 0.5, "hints/trained": 4.5}
+    assert run["training_means"] == means | {"hints/shift": pytest.approx(0.8)}
+    assert measures(run)["training/drafts/rewrite/repairs_after"] == 3.0
     assert measures(run)["last_step/topk_mass/student_after"] == pytest.approx(0.7 / 3)
     assert run["training_decisions"] == {
         "decisions/date/habit_wrong": [0.9, 0.7],
