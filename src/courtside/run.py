@@ -45,7 +45,7 @@ from courtside.report.metrics import compute_costs
 from courtside.report.page.page import write_report
 from courtside.report.trackers import open_trackers
 from courtside.run_evaluation import RunEvaluation, describe_evaluation
-from courtside.run_state import restore_from, save_checkpoint
+from courtside.run_state import CheckpointSchedule, restore_from, save_checkpoint
 from courtside.runtime import Runtime
 from courtside.teacher.judging import judge_hints
 from courtside.training import checkpoints
@@ -79,6 +79,7 @@ class Run:
         self._failed_phase: str | None = None
         """The phase that an error ended; None: none did."""
         self._rates: list[float] = []
+        self.schedule = CheckpointSchedule(self.recipe.run.checkpoint_every)
         """Tokens per second of this process's steps."""
         self._resume()
         self.budget: BudgetMeter | None = None
@@ -267,7 +268,7 @@ class Run:
             )
         if last:
             self.alarms.check_finished(self.num_steps)
-        if self.num_steps % self.recipe.run.checkpoint_every == 0 or last:
+        if last or self.schedule.is_due(self.num_steps):
             self._save()  # before the evaluation, which may take long
 
     def _gather_step(
@@ -304,7 +305,7 @@ class Run:
     def _save(self) -> None:
         if self._last_saved() == self.num_steps:
             return
-        with self.phase("checkpoint"):
+        with self.phase("checkpoint"), self.schedule.time_save():
             folder = self.folder.checkpoints
             self.ranks.exchange(Save(folder=folder, num_steps=self.num_steps))
             with self.ranks.share_failures():

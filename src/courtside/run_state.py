@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from courtside.recipe.run import CHECKPOINT_STEPS
 from courtside.runtime import Runtime
 from courtside.training import checkpoints
 from courtside.training.shards import copy_into
+
+MAX_SAVING_FRACTION = 0.1
+"""Of the time since the last checkpoint, where the recipe does not say how often to save."""
+
+
+class CheckpointSchedule:
+    """When checkpoints are due: every so many steps, or, where a recipe does not say how many, as
+    often as they take little of the time."""
+
+    def __init__(self, every: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.every, self._clock = every, clock
+        self._began = self._ended = 0.0
+        self._has_saved = False
+
+    def is_due(self, num_steps: int) -> bool:
+        if num_steps % (self.every or CHECKPOINT_STEPS):
+            return False
+        if self.every is not None or not self._has_saved:
+            return True
+        seconds = self._clock() - self._ended
+        return self._ended - self._began <= MAX_SAVING_FRACTION * seconds
+
+    @contextmanager
+    def time_save(self) -> Iterator[None]:
+        self._began = self._clock()
+        yield
+        self._ended, self._has_saved = self._clock(), True
 
 
 def model_tensors(parts: Runtime) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ from courtside.follower import Follower
 from courtside.loop import train_loop
 from courtside.ranks import ALONE, Ranks
 from courtside.recipe import Recipe
+from courtside.recipe.run import CHECKPOINT_STEPS
 from courtside.report.console import RunConsole
 from courtside.report.folder import toml
 from courtside.report.folder.files import replace_file
@@ -111,7 +112,7 @@ def _check_resumable(path: Path, recipe: Recipe) -> str | None:
     if latest is None:
         num_recorded = len(folder.metrics())
         is_finished = any(e.step > 0 and e.split == "test" for e in folder.evaluations())
-        if num_recorded > old.run.checkpoint_every or is_finished:
+        if num_recorded > (old.run.checkpoint_every or CHECKPOINT_STEPS) or is_finished:
             raise UserError(
                 f"{path}: has metrics of {num_recorded} steps and no checkpoint; "
                 f"{folder.checkpoints} was deleted. Put it back to go on, or train from the "

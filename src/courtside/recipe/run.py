@@ -9,9 +9,14 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from courtside.recipe.base import Section
 
+CHECKPOINT_STEPS = 10
+"""Between checkpoints, where the recipe does not say it and saving is quick."""
+
 
 class RunConfig(Section):
-    checkpoint_every: PositiveInt = 10
+    checkpoint_every: PositiveInt | None = None
+    """Steps between checkpoints; the last step is always saved. Unset: 10, or 20, 30, … where
+    saving would take more than a tenth of the time: a kill costs about ten times a save at most."""
     keep_checkpoints: PositiveInt = 2
     trajectories_every: PositiveInt = 1
     """Steps between stored batches of trajectories."""
