@@ -110,3 +110,14 @@ def test_a_mean_is_over_what_the_loss_says(
         assert dropped == pytest.approx(mean_by_hand(loss, informative))
     else:
         assert dropped is None
+
+
+def test_trained_tokens_are_counted_by_route() -> None:
+    """The fourth trajectory has another tag than those between it and the first."""
+    batch = make_batch([[2, 3], [4], [1], [5, 5]])
+    loss = TypeAdapter(Loss).validate_python({"kind": "policy_gradient", "advantage": "reward"})
+    (term,) = make_loss_terms([loss], ["rl"], batch, route_of=lambda tags: tags[0])
+    assert term.num_route_tokens == {"b": 5 + 10, "a": 4 + 1}
+    assert sum(term.num_route_tokens.values()) == term.num_tokens
+    (alone,) = make_loss_terms([loss], ["rl"], batch)
+    assert alone.num_route_tokens == {}

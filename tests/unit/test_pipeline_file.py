@@ -67,6 +67,13 @@ def test_a_model_that_was_handed_over_is_not_pruned_or_adapted_twice() -> None:
     assert second.recipe.student.keep_layers is None and second.recipe.student.adapter is None
 
 
+def test_a_stage_of_a_repetition_leaves_fields_out_too() -> None:
+    loop = {"repeat": 2, "stages": [{"name": "learn", "remove": ["student.lora"]}]}
+    stages = pipeline_of(loop).stages
+    assert [stage.name for stage in stages] == ["learn-1", "learn-2"]
+    assert all(stage.recipe.student.lora is None for stage in stages)
+
+
 def test_a_repetition_has_numbers_and_goes_on_from_the_stage_before() -> None:
     loop = {
         "repeat": 2,

@@ -50,8 +50,8 @@ def write_corrections(
     if not rows:
         raise UserError(
             f"{folder.path}: its {len(steps)} stored steps hold no {_NAMES[format]}. They come "
-            "from [[drafts]] in the recipe, and run.trajectories_every decides which steps are "
-            "stored"
+            f"from {_SOURCES[format]} in the recipe (metrics.jsonl counts what was dropped), and "
+            "run.trajectories_every decides which steps are stored"
         )
     replace_file(path, b"".join(map(encode_json, rows)))
     return ExportedCorrections(
@@ -60,6 +60,11 @@ def write_corrections(
 
 
 _NAMES: Mapping[str, str] = {"pairs": "preference pairs", "completions": "corrections"}
+_SOURCES: Mapping[str, str] = {
+    "pairs": "[[drafts]] of kind 'choose', or 'rewrite' with pairs = true, or [takeover] with "
+    "pair = true",
+    "completions": "[[drafts]] of kind 'choose' or 'rewrite', or [takeover]",
+}
 
 
 def _pair_rows(trajectories: Sequence[Trajectory], step: int) -> Iterator[Row | None]:

@@ -14,6 +14,7 @@ from courtside.recipe import Recipe
 from courtside.report.budget import TRAINING_PHASES, sum_spent
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.locking import RECIPE
+from courtside.report.folder.pipeline_folder import is_pipeline_folder
 from courtside.types import Split
 
 STEPS, STUDENT_TOKENS, TEACHER_TOKENS, FLOPS, SECONDS, MONEY = (
@@ -81,6 +82,12 @@ def find_runs(paths: Sequence[str | Path]) -> Iterator[tuple[Path, str | None]]:
             raise UserError(
                 f"{path}: no such folder. Give folders that `courtside train` wrote, or the folder "
                 "of an experiment's runs"
+            )
+        if is_pipeline_folder(path):
+            stages = sorted(stage for stage in (path / "stages").glob("*/") if is_run(stage))
+            raise UserError(
+                f"{path}: is the folder of a pipeline, of which a stage is compared. Give the "
+                f"folder of one, such as {stages[-1] if stages else path / 'stages' / 'NAME'}"
             )
         inside = list(_find_inside(path))
         if not inside:

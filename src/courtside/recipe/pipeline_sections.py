@@ -48,6 +48,9 @@ def split_stage(value: Any) -> Any:
         return value
     plain = {key: item for key, item in value.items() if key not in SECTION_NAMES}
     changes = {key: item for key, item in value.items() if key in SECTION_NAMES}
+    if isinstance(plain.get("remove"), list):
+        # What a validator hands on is Python's, whose lists are no tuples where types are strict.
+        plain["remove"] = tuple(plain["remove"])
     return {**plain, "changes": changes} if changes else plain
 
 

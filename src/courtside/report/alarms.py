@@ -237,10 +237,18 @@ def find_few(
 
 
 def check_nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """The alarm of a run in which no step trained a token; None: some did."""
-    if any(row[key] for row in rows for key in row if key.startswith("tokens/")):
+    """The alarm of a run in which no step trained a token, or had a gradient where all rewards were
+    equal; None: some did."""
+    num_groups = sum(row.get("reward/groups", 0) for row in rows)
+    num_equal = sum(row.get("reward/zero_variance_groups", 0) for row in rows)
+    is_equal = 0 < num_groups == num_equal
+    has_tokens = any(row[key] for row in rows for key in row if key.startswith("tokens/"))
+    if has_tokens and not (is_equal and all(row.get("grad_norm") == 0 for row in rows)):
         return None
-    result = f"none of the {len(rows)} steps trained a single token: the weights did not change"
+    what = "trained a single token: the weights did not change"
+    if has_tokens:
+        what = "had a gradient: nothing was learned"
+    result = f"none of the {len(rows)} steps {what}"
     drafts: Counter[str] = Counter()
     for row in rows:
         drafts.update({name: n for name, n in row.items() if name.startswith(DRAFTS) and n})
@@ -254,6 +262,12 @@ def check_nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str | None:
     if takeovers:
         text = ", ".join(f"{reason} {n}" for reason, n in takeovers.most_common())
         return f"{result}. No draft that was taken over trains: {text}."
+    if is_equal:
+        return (
+            f"{result}. The samples of each of {num_groups} prompts had equal rewards, so none was "
+            "better than another: give tasks that the student solves sometimes, more "
+            "rollout.samples_per_prompt, or a reward that tells its answers apart."
+        )
     if not any("hints/trained" in row for row in rows):
         return f"{result}. No loss applies to any token; see `on` of the losses."
     counts: Counter[str] = Counter()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from courtside.errors import RecipeError
@@ -39,6 +39,8 @@ class LossTerm:
     coefficient, which `Student` computes."""
     rewards: RewardAdvantages | None = None
     """Of a loss with advantage = 'reward'."""
+    route: Mapping[str, str] = field(default_factory=dict)
+    """By trajectory id: the route of its teacher; empty where the teacher has no routes."""
 
     def __post_init__(self) -> None:
         if self.num_tokens:
@@ -47,6 +49,14 @@ class LossTerm:
     @property
     def num_tokens(self) -> int:
         return sum(w > 0 for weights in self.weight.values() for w in weights)
+
+    @property
+    def num_route_tokens(self) -> Mapping[str, int]:
+        """The same by route."""
+        counts: Counter[str] = Counter()
+        for id, route in self.route.items():
+            counts[route] += sum(w > 0 for w in self.weight.get(id, ()))
+        return counts
 
     @property
     def divergence(self) -> DivergenceSpec:
@@ -110,6 +120,11 @@ def make_loss_terms(
             denominator=len(preference_pairs(on)) if loss.kind == "preference" else denominator,
             advantage=compared.by_token if compared is not None else {},
             rewards=compared,
+            route={
+                s.trajectory.id: route
+                for s in on
+                if (route := route_of(s.trajectory.task.tags)) is not None
+            },
         )
         harmful = {s.trajectory.id: turns for s in on if (turns := s.harmful_turns)}
         result.append(drop_harmful_turns(term, on, harmful))

@@ -171,8 +171,11 @@ def reward_metrics(terms: Sequence[LossTerm]) -> dict[str, float]:
 
 
 def step_metrics(recipe: Recipe, step: int, terms: Sequence[LossTerm]) -> dict[str, float]:
-    """Of a whole step: its rewards, and what the recipe says that depends on the step."""
+    """Of a whole step: its rewards, its tokens by route, and what the recipe says of the step."""
     row = reward_metrics(terms)
+    for term in terms:
+        for route, count in sorted(term.num_route_tokens.items()):
+            row[f"{term.name}/tokens/{route}"] = count
     turn_limit = recipe.rollout.limits.turns_at(step)
     if turn_limit is not None:
         row["turn_limit"] = turn_limit

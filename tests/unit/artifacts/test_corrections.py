@@ -138,8 +138,10 @@ def test_what_cannot_be_written(run: Path, tmp_path: Path) -> None:
         courtside.export_corrections(run, tmp_path / "x.jsonl", format="dpo")  # type: ignore[arg-type]
     for path in (run / "trajectories").iterdir():
         path.unlink()
-    with pytest.raises(UserError, match=r"0 stored steps hold no preference pairs.*\[\[drafts\]\]"):
+    with pytest.raises(UserError, match=r"0 stored steps hold no preference pairs.*pair = true in"):
         courtside.export_corrections(run, tmp_path / "x.jsonl")
+    with pytest.raises(UserError, match=r"hold no corrections.*'rewrite', or \[takeover\] in the"):
+        courtside.export_corrections(run, tmp_path / "x.jsonl", format="completions")
 
 
 def test_the_command(run: Path, tmp_path: Path) -> None:

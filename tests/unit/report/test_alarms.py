@@ -36,6 +36,20 @@ def test_without_a_reader_it_points_to_the_losses() -> None:
     assert "see `on` of the losses" in (check_nothing_trained([{"step": 0}]) or "")
 
 
+@pytest.mark.parametrize(("num_tokens", "what"), [(0, "a single token"), (9, "had a gradient")])
+def test_equal_rewards_are_the_reason_where_those_of_all_prompts_are(
+    num_tokens: int, what: str
+) -> None:
+    row = {"tokens/policy_gradient": num_tokens, "grad_norm": 0.0,
+           "reward/groups": 2, "reward/zero_variance_groups": 2}  # fmt: skip
+    message = check_nothing_trained([row, row])
+    assert message is not None and what in message and "of the losses" not in message
+    assert "each of 4 prompts had equal rewards" in message
+    varied = check_nothing_trained([row, row | {"reward/zero_variance_groups": 1}])
+    assert "equal rewards" not in (varied or "")
+    assert check_nothing_trained([row, row | {"tokens/kl": 5, "grad_norm": 0.1}]) is None
+
+
 def test_rules_that_never_fired_are_told_with_the_events_that_occurred() -> None:
     rows = [{"hints/trained": 0, "tokens/kl": 0, "events/no_call": 0.5, "events/bad": 0.1}]
     message = check_nothing_trained(rows)
