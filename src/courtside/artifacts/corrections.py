@@ -93,6 +93,7 @@ def _pair_rows(trajectories: Sequence[Trajectory], step: int) -> Iterator[Row | 
 
 
 def _completion_rows(trajectories: Sequence[Trajectory], step: int) -> Iterator[Row | None]:
+    critiques = {t.id: t.critique for t in trajectories}
     for trajectory in _corrections(trajectories):
         prompt, completion = split_conversation(trajectory)
         if not _has_text(completion):
@@ -107,6 +108,7 @@ def _completion_rows(trajectories: Sequence[Trajectory], step: int) -> Iterator[
                 "correction": trajectory.correction,
                 "completion": trajectory.id,
                 "draft": trajectory.draft,
+                "critique": critiques.get(trajectory.draft or ""),
             },
         }
 

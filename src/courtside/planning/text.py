@@ -198,7 +198,8 @@ def _cost_lines(what: str, plan: CostPlan | PipelinePlan) -> list[str]:
         hours += f", {plan.gpu_hours:,.3g} GPU hours"
     money = "money: give --price-per-hour"
     if plan.cost is not None:
-        money = f"money: {plan.cost:,.2f}, at {plan.price_per_hour:,.2f} a GPU and hour"
+        cost = f"{plan.cost:,.2f}" if plan.cost >= 0.1 else f"{plan.cost:.2g}"
+        money = f"money: {cost}, at {plan.price_per_hour:,.2f} a GPU and hour"
     return [f"{what}: {hours}, models loaded in addition", money]
 
 

@@ -54,7 +54,7 @@ STEPS = [
         trajectory("g", turn("assistant", "7")),
     ],
     [  # a repair alone, and a repaired turn with its pair
-        trajectory("h", turn("assistant", "4"), number=1),
+        trajectory("h", turn("assistant", "4"), number=1, critique="It is 1+2."),
         trajectory("h+rewrite", turn("assistant", "3"), number=1, source="teacher",
                    policy_version=None, draft="h", correction="rewrite"),
         trajectory("i", turn("assistant", "5"), SAW, turn("assistant", "6"), number=2),
@@ -109,6 +109,7 @@ def test_completions(run: Path, tmp_path: Path) -> None:
     rows = read(done.path)
     assert [row["completion"] for row in rows] == [replies(text) for text in ("2", "2", "3", "4")]
     assert [row["metadata"]["draft"] for row in rows] == ["b", "d", "h", "i"]
+    assert [row["metadata"]["critique"] for row in rows] == [None, None, "It is 1+2.", None]
     assert done.num_skipped == 1
 
 
