@@ -138,7 +138,7 @@ def assemble(
     if ranks.is_sharded:
         config = recipe.rollout
         asks_teacher = config.off_policy == "teacher" or config.mixed_sampling is not None
-        together = models.turns.open if asks_teacher else nullcontext
+        together = models.together if asks_teacher else nullcontext
         rollout = SharedRollout(rollout=rollout, ranks=ranks, together=together)
         idle_note = note_idle_ranks(recipe, ranks)
         notes += [] if idle_note is None else [idle_note]
@@ -164,7 +164,7 @@ def assemble(
         grade=make_grader(recipe.tasks),
         environment=environment,
         progress=progress,
-        together=models.turns.open,
+        together=models.together,
     )
     reader: Reader = propose_no_hints
     if recipe.reader is not None:
@@ -195,7 +195,7 @@ def assemble(
             run_episodes=None if episodes is None else episodes.run_episodes,
             progress=progress,
             ranks=ranks,
-            together=models.turns.open,
+            together=models.together,
         ),
         ranks=ranks,
         progress=progress,

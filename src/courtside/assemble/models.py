@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,11 @@ class Models:
     """Counts what every engine samples."""
     turns: ForwardTurns
     """Of the ranks, with the models that are in shards."""
+
+    @property
+    def together(self) -> Callable[[], AbstractContextManager[None]]:
+        """Around all that teachers do in a step, where ranks take turns with models in shards."""
+        return self.turns.open if self.turns.ranks.is_sharded else nullcontext
 
     def make_student_engine(self, weights: StudentWeights, name: str) -> LocalEngine:
         return self.make_engine(

@@ -95,7 +95,7 @@ class TeacherFactory:
             reference,
             scores=self.recipe.scores_with_teacher,
             hinted=self.recipe.reader is not None,
-            together=self.models.turns.open,
+            together=self.models.together,
         )
 
     def _make(self, config: ScoringTeacherConfig, label: str) -> Teacher:
