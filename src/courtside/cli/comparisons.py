@@ -22,7 +22,7 @@ def compare(
         typer.Argument(
             metavar="RUN...",
             help="Folders that `courtside train` wrote, the folder of an experiment's runs, or "
-            "recipes (TOML files, built-in names), which are trained first.",
+            "recipes and pipelines (TOML files, built-in names), which are trained first.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
@@ -74,22 +74,17 @@ def compare(
 
 def _train_recipes(runs: Sequence[str]) -> list[Path]:
     """Run folders, in place of recipes too. All recipes are checked before the first one trains."""
-    from courtside.errors import UserError
     from courtside.recipe.builtin import builtin_recipe_files, default_run_folder, find_recipe
     from courtside.recipe.load import load_recipe
-    from courtside.recipe.pipeline import is_pipeline
+    from courtside.recipe.pipeline import is_pipeline, load_pipeline
 
     recipes = {}
     for name in runs:
         is_recipe = name.endswith(".toml") or name in builtin_recipe_files()
         if is_recipe and not Path(name).is_dir():
             file = find_recipe(name)
-            if is_pipeline(file):
-                raise UserError(
-                    f"{name}: is a pipeline, of which a stage is compared. Train it, and give the "
-                    f"folder of that stage: {default_run_folder(file)}/stages/NAME"
-                )
-            recipes[name] = (load_recipe(file), default_run_folder(file))
+            load = load_pipeline if is_pipeline(file) else load_recipe
+            recipes[name] = (load(file), default_run_folder(file))
     if not recipes:
         return [Path(name) for name in runs]
 

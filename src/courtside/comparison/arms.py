@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from courtside.comparison.runs import ComparedRun, Measurement, default_arm_name
 from courtside.errors import UserError
-from courtside.report.folder.locking import dump_recipe, find_differences
+from courtside.report.folder.locking import find_differences
 from courtside.types import Split
 
 
@@ -37,7 +36,7 @@ def group_arms(runs: Sequence[ComparedRun]) -> tuple[Arm, ...]:
     """Arms in the order of their first run; refuses two runs of one arm with the same seed."""
     groups: dict[str, list[ComparedRun]] = {}
     for run in runs:
-        identity = run.arm or json.dumps(arm_recipe(run), sort_keys=True)
+        identity = run.arm or json.dumps(run.tree, sort_keys=True)
         groups.setdefault(identity, []).append(run)
     arms: list[Arm] = []
     for group in groups.values():
@@ -54,12 +53,6 @@ def group_arms(runs: Sequence[ComparedRun]) -> tuple[Arm, ...]:
     return tuple(arms)
 
 
-def arm_recipe(run: ComparedRun) -> dict[str, Any]:
-    """What makes an arm: the recipe without its seed and without what changes no number."""
-    tree = dump_recipe(run.recipe)
-    return {name: section for name, section in tree.items() if name not in ("seed", "run")}
-
-
 def _make_unique(name: str, arms: Sequence[Arm]) -> str:
     names = {arm.name for arm in arms}
     candidates = [name, *(f"{name} ({number})" for number in range(2, len(arms) + 2))]
@@ -68,8 +61,8 @@ def _make_unique(name: str, arms: Sequence[Arm]) -> str:
 
 def describe_settings(arms: Sequence[Arm]) -> dict[str, tuple[str, ...]]:
     """By arm: `field: old → new` for what differs from the first arm's recipe."""
-    first = arm_recipe(arms[0].runs[0])
-    return {arm.name: tuple(find_differences(first, arm_recipe(arm.runs[0]))) for arm in arms[1:]}
+    first = arms[0].runs[0].tree
+    return {arm.name: tuple(find_differences(first, arm.runs[0].tree)) for arm in arms[1:]}
 
 
 def find_shared_tasks(arms: Sequence[Arm]) -> SharedTasks:

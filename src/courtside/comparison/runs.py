@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from courtside.errors import UserError
 from courtside.recipe import Recipe
 from courtside.report.budget import TRAINING_PHASES, sum_spent
 from courtside.report.folder.folder import RunFolder
-from courtside.report.folder.locking import RECIPE
-from courtside.report.folder.pipeline_folder import is_pipeline_folder
+from courtside.report.folder.locking import RECIPE, dump_recipe
+from courtside.report.folder.pipeline_folder import PipelineFolder, is_pipeline_folder
 from courtside.types import Split
 
 STEPS, STUDENT_TOKENS, TEACHER_TOKENS, FLOPS, SECONDS, MONEY = (
@@ -48,6 +48,9 @@ class ComparedRun:
     arm: str | None
     """The name that an experiment gave its arm; None: it has none."""
     recipe: Recipe
+    """Of a pipeline: its last stage's."""
+    tree: Mapping[str, Any]
+    """What makes an arm: the recipe without its seed and without what changes no number."""
     measurements: Mapping[Split, tuple[Measurement, ...]]
     """Of the student by split, by step."""
     total: Spent
@@ -70,7 +73,7 @@ def find_runs(paths: Sequence[str | Path]) -> Iterator[tuple[Path, str | None]]:
     """Run folders, and the arms that an experiment gave them: a path is a run folder, or a folder
     with runs such as that of an experiment."""
     for path in map(Path, paths):
-        if is_run(path):
+        if is_run(path) or is_pipeline_folder(path):
             yield path, None
             continue
         if path.is_file():
@@ -82,12 +85,6 @@ def find_runs(paths: Sequence[str | Path]) -> Iterator[tuple[Path, str | None]]:
             raise UserError(
                 f"{path}: no such folder. Give folders that `courtside train` wrote, or the folder "
                 "of an experiment's runs"
-            )
-        if is_pipeline_folder(path):
-            stages = sorted(stage for stage in (path / "stages").glob("*/") if is_run(stage))
-            raise UserError(
-                f"{path}: is the folder of a pipeline, of which a stage is compared. Give the "
-                f"folder of one, such as {stages[-1] if stages else path / 'stages' / 'NAME'}"
             )
         inside = list(_find_inside(path))
         if not inside:
@@ -116,7 +113,7 @@ def _find_inside(folder: Path) -> Iterator[tuple[Path, str | None]]:
             yield from ((folder / name, arm) for name in names if is_run(folder / name))
         return
     for path in sorted(folder.iterdir()):
-        if is_run(path):
+        if is_run(path) or is_pipeline_folder(path):
             yield path, None
 
 
@@ -124,8 +121,10 @@ def read_run(
     path: Path, arm: str | None, price_per_hour: float | None, suite: str = ""
 ) -> ComparedRun:
     """`suite`: of its evaluations, in place of those on the run's own kind of tasks."""
+    if is_pipeline_folder(path):
+        return _read_pipeline(path, arm, price_per_hour, suite)
     folder = RunFolder.read(path)
-    policy = f"student:{suite}" if suite else "student"
+    policy = _policy(suite)
     policies = {evaluation.policy for evaluation in folder.evaluations()}
     suites = sorted(p.partition(":")[2] for p in policies if p.startswith("student:"))
     if suites and policy not in policies:
@@ -133,21 +132,89 @@ def read_run(
             f"no evaluation of the suite {suite!r}" if suite else "evaluations of suites alone"
         )
         raise UserError(f"{path}: {missing}. Name one with --suite: {', '.join(suites)}")
-    rows = folder.metrics()
-    measurements: dict[Split, list[Measurement]] = {}
-    for evaluation in sorted(folder.evaluations(), key=lambda evaluation: evaluation.step):
-        if evaluation.policy == policy:
-            spent = _spent_after(evaluation.step, rows, price_per_hour)
-            measurements.setdefault(evaluation.split, []).append(
-                Measurement(step=evaluation.step, scores=evaluation.scores, spent=spent)
-            )
     return ComparedRun(
         path=path,
         arm=arm,
         recipe=folder.recipe(),
-        measurements={split: tuple(series) for split, series in measurements.items()},
-        total=_total_spent(folder, rows, price_per_hour),
+        tree=_without_seed(dump_recipe(folder.recipe())),
+        measurements=_measure(folder, policy, price_per_hour),
+        total=_total_spent(folder, folder.metrics(), price_per_hour),
     )
+
+
+def _read_pipeline(
+    path: Path, arm: str | None, price_per_hour: float | None, suite: str
+) -> ComparedRun:
+    """A pipeline is its last stage, after all that the stages before have spent; it starts where
+    the stage starts in which its student began."""
+    folder = PipelineFolder.read(path)
+    records = {name: folder.read_record(name) for name in folder.stage_names}
+    for name, record in records.items():
+        if record is None or not record.is_done:
+            raise UserError(
+                f"{path}: its stage {name} is not done. Go on with `courtside train`, or give the "
+                "folder of a stage that is"
+            )
+    if not records:
+        raise UserError(f"{path}: no stage of this pipeline has begun")
+    *earlier, last_name = records
+    last = read_run(folder.stage_path(last_name), arm, price_per_hour, suite)
+    spent = _zero(price_per_hour)
+    for name in earlier:
+        stage = RunFolder.read(folder.stage_path(name))
+        spent = _add(spent, _total_spent(stage, stage.metrics(), price_per_hour))
+    record = records[last_name]
+    root = last_name if record is None or record.root is None else record.root
+    begun = _measure(RunFolder.read(folder.stage_path(root)), _policy(suite), price_per_hour)
+    measurements: dict[Split, tuple[Measurement, ...]] = {}
+    for split, series in last.measurements.items():
+        starts = [m for m in begun.get(split, ()) if m.step == 0 and root != last_name]
+        later = (
+            replace(m, step=m.step + int(spent[STEPS] or 0), spent=_add(spent, m.spent))
+            for m in series
+        )
+        measurements[split] = (*starts, *later)
+    stages = {
+        name: _without_seed(record.recipe) for name, record in records.items() if record is not None
+    }
+    return replace(
+        last,
+        path=path,
+        tree={**stages.pop(last_name), "stages": stages},
+        measurements=measurements,
+        total=_add(spent, last.total),
+    )
+
+
+def _policy(suite: str) -> str:
+    return f"student:{suite}" if suite else "student"
+
+
+def _measure(
+    folder: RunFolder, policy: str, price: float | None
+) -> dict[Split, tuple[Measurement, ...]]:
+    rows = folder.metrics()
+    measurements: dict[Split, tuple[Measurement, ...]] = {}
+    for evaluation in sorted(folder.evaluations(), key=lambda evaluation: evaluation.step):
+        if evaluation.policy == policy:
+            spent = _spent_after(evaluation.step, rows, price)
+            measured = Measurement(step=evaluation.step, scores=evaluation.scores, spent=spent)
+            series = measurements.get(evaluation.split, ())
+            measurements[evaluation.split] = (*series, measured)
+    return measurements
+
+
+def _zero(price: float | None) -> Spent:
+    return {**dict.fromkeys(UNITS, 0.0), MONEY: None if price is None else 0.0}
+
+
+def _add(first: Spent, other: Spent) -> Spent:
+    pairs = {unit: (first[unit], other[unit]) for unit in UNITS}
+    return {unit: None if a is None or b is None else a + b for unit, (a, b) in pairs.items()}
+
+
+def _without_seed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: section for name, section in tree.items() if name not in ("seed", "run")}
 
 
 def _spent_after(num_steps: int, rows: Sequence[Mapping[str, Any]], price: float | None) -> Spent:

@@ -300,7 +300,7 @@ def test_an_experiment_compares_its_final_runs(runs: Path, tmp_path: Path) -> No
     [
         (["nowhere"], "nowhere: no such folder"),
         (["EMPTY"], "has no finished run"),
-        (["PIPELINE"], "is the folder of a pipeline, of which a stage is compared"),
+        (["PIPELINE"], "no stage of this pipeline has begun"),
         (["FILE"], "results.json has no scores by task"),
         (["RUNS", "--price-per-hour", "0"], "price_per_hour = 0.0; give a number above 0"),
         (["RUNS", "--only", "("], "no regular expression"),
@@ -309,8 +309,8 @@ def test_an_experiment_compares_its_final_runs(runs: Path, tmp_path: Path) -> No
 def test_what_cannot_be_compared_ends_with_2(
     runs: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    pipeline = tmp_path / "pipeline"
-    pipeline.mkdir()
+    pipeline = tmp_path / "others" / "pipeline"
+    pipeline.mkdir(parents=True)
     (pipeline / "pipeline.json").write_text("{}")
     places = {"RUNS": str(runs), "EMPTY": str(tmp_path), "FILE": __file__}
     places["PIPELINE"] = str(pipeline)
