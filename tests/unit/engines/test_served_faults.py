@@ -290,8 +290,9 @@ def test_at_most_max_concurrency_requests_are_under_way(servers: list[VllmStandI
 def test_samples_of_a_prompt_and_turns_of_an_episode_stay_together(
     servers: list[VllmStandIn],
 ) -> None:
-    """Where no server has more than its share of the requests."""
-    engine = make_engine(servers[0].url, servers[1].url)
+    """Where no server has more than its share of the requests. On a busy machine requests would be
+    hedged."""
+    engine = make_engine(servers[0].url, servers[1].url, hedge_after=60.0)
     for server in servers:
         server.bodies.clear()
     session = engine.session(8)
