@@ -33,6 +33,7 @@ from support.vllm_stand_in import (
 )
 
 from courtside.engines.base import SampleRequest, Sampling, ScoreRequest
+from courtside.engines.served.engine import hash_ids
 from courtside.engines.served.pool import ReplicaPool
 from courtside.engines.served.probe import probe_servers
 from courtside.engines.served.replicas import choose_replica
@@ -290,23 +291,25 @@ def test_at_most_max_concurrency_requests_are_under_way(servers: list[VllmStandI
 def test_samples_of_a_prompt_and_turns_of_an_episode_stay_together(
     servers: list[VllmStandIn],
 ) -> None:
-    """Where no server has more than its share of the requests. On a busy machine requests would be
-    hedged."""
+    """Where no server has more than its share of the requests, and none is hedged."""
     engine = make_engine(servers[0].url, servers[1].url, hedge_after=60.0)
     for server in servers:
         server.bodies.clear()
+    homes: dict[str, list[tuple[int, ...]]] = {server.url: [] for server in servers}
+    for prompt in ((3, 4, i) for i in range(200)):
+        replica = choose_replica(engine.pool.replicas, hash_ids(prompt))
+        assert replica is not None
+        homes[replica.url].append(prompt)
+    # By turns, so that neither server is ever ahead of the other.
+    pairs = [*zip(*homes.values(), strict=False)][:4]
     session = engine.session(8)
-    prompts = [SampleRequest(prompt_ids=(3, 4, i), seed=i) for i in range(8)]
+    requests = [SampleRequest(prompt_ids=ids, seed=0) for pair in pairs for ids in pair]
     for _ in range(3):
-        session.sample(range(8), prompts, SAMPLING)
-    turns = [
-        Counter(tuple(body["token_ids"][:3]) for path, body in server.bodies if path == GENERATE)
-        for server in servers
-    ]
-    assert sum((Counter(c) for c in turns), Counter()) == {(3, 4, i): 3 for i in range(8)}
-    assert sum(set(t.values()) <= {3} for t in turns) == 2 or len(turns[0]) + len(turns[1]) <= 10
-    lengths = {len(b["token_ids"]) for s in servers for p, b in s.bodies if p == GENERATE}
-    assert lengths == {3, 8, 13}, "each turn sends the whole conversation"
+        session.sample(range(8), requests, SAMPLING)
+    for server in servers:
+        bodies = [body["token_ids"] for path, body in server.bodies if path == GENERATE]
+        assert Counter(tuple(ids[:3]) for ids in bodies) == dict.fromkeys(homes[server.url][:4], 3)
+        assert {len(ids) for ids in bodies} == {3, 8, 13}, "each turn sends the whole conversation"
 
 
 def test_a_replica_with_more_than_its_share_passes_work_on(servers: list[VllmStandIn]) -> None:
