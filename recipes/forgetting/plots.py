@@ -6,7 +6,6 @@ python recipes/forgetting/plots.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from courtside.experiment.marks import draw_dot, draw_rule, draw_text, linear_scale, render_svg
@@ -130,11 +129,7 @@ def draw_way(
     return parts
 
 
-def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    path = folder / "knowledge-retention.svg"
-    path.write_text(knowledge_against_retention(results), encoding="utf-8")
-    return [path]
-
+PICTURES = {"knowledge-retention.svg": knowledge_against_retention}
 
 if __name__ == "__main__":
-    run_plots(__file__, __doc__, draw)
+    run_plots(__file__, __doc__, PICTURES)

@@ -6,7 +6,6 @@ python recipes/maze/plots.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from courtside.experiment.marks import draw_dot, draw_rule, draw_text, linear_scale, render_svg
@@ -58,11 +57,7 @@ def along_training(results: Mapping[str, Any]) -> str:
     return render_svg(total, TOP + HEIGHT + 110, "Ways solved along training", parts)
 
 
-def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    path = folder / "along-training.svg"
-    path.write_text(along_training(results), encoding="utf-8")
-    return [path]
-
+PICTURES = {"along-training.svg": along_training}
 
 if __name__ == "__main__":
-    run_plots(__file__, __doc__, draw)
+    run_plots(__file__, __doc__, PICTURES)

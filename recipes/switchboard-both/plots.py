@@ -6,7 +6,6 @@ python recipes/switchboard-both/plots.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from courtside.experiment.marks import draw_dot, draw_rule, draw_text, linear_scale, render_svg
@@ -157,13 +156,5 @@ PICTURES = {
 }
 
 
-def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    return [
-        path
-        for name, picture in PICTURES.items()
-        if (path := folder / name).write_text(picture(results), encoding="utf-8")
-    ]
-
-
 if __name__ == "__main__":
-    run_plots(__file__, __doc__, draw)
+    run_plots(__file__, __doc__, PICTURES)

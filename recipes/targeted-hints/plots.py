@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from courtside.experiment.marks import draw_dot, draw_rule, draw_text, linear_scale, render_svg
@@ -222,13 +221,5 @@ PICTURES = {
 }
 
 
-def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    return [
-        path
-        for name, picture in PICTURES.items()
-        if (path := folder / name).write_text(picture(results))
-    ]
-
-
 if __name__ == "__main__":
-    run_plots(__file__, __doc__, draw)
+    run_plots(__file__, __doc__, PICTURES)

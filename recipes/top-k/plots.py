@@ -6,7 +6,6 @@ python recipes/top-k/plots.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from courtside.experiment.marks import draw_dot, draw_rule, draw_text, linear_scale, render_svg
@@ -55,11 +54,7 @@ def mass_against_k(results: Mapping[str, Any]) -> str:
     )
 
 
-def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    path = folder / "mass.svg"
-    path.write_text(mass_against_k(results), encoding="utf-8")
-    return [path]
-
+PICTURES = {"mass.svg": mass_against_k}
 
 if __name__ == "__main__":
-    run_plots(__file__, __doc__, draw)
+    run_plots(__file__, __doc__, PICTURES)

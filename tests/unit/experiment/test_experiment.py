@@ -15,6 +15,7 @@ import pytest
 from courtside.errors import UserError
 from courtside.experiment.arms import format_summary, mean_costs, over_seeds
 from courtside.experiment.outcomes import measure_run, measures
+from courtside.experiment.pictures import draw_pictures
 from courtside.experiment.plan import Plan, read_plan
 from courtside.experiment.results_json import format_json
 from courtside.experiment.runner import Runner
@@ -466,7 +467,7 @@ def test_the_pictures_show_every_arm_and_number(tmp_path: Path) -> None:
     assert set(results["variants"]) == {"N4", "N16", "N64"}
     plots = runpy.run_path(str(ROOT / "recipes/targeted-hints/plots.py"))
     assert plots["ARMS"].keys() == plan.arms.keys()
-    after, training, shifted = plots["draw"](results, tmp_path)
+    after, training, shifted = draw_pictures(plots["PICTURES"], results, tmp_path)
     dots = {}
     for path in (after, training, shifted):
         tree = ElementTree.fromstring(path.read_text())
@@ -484,7 +485,9 @@ def test_cost_pictures_show_every_arm_once_and_no_label_on_another(
 ) -> None:
     folder = ROOT / "recipes" / name
     results = json.loads((folder / "results.json").read_text())
-    for path in runpy.run_path(str(folder / "plots.py"))["draw"](results, tmp_path):
+    for path in draw_pictures(
+        runpy.run_path(str(folder / "plots.py"))["PICTURES"], results, tmp_path
+    ):
         assert path.read_text() == (folder / path.name).read_text(), "run plots.py again"
         texts = [e for e in ElementTree.fromstring(path.read_text()).iter() if e.tag[-4:] == "text"]
         labels = [e for e in texts if e.text in results["arms"]]
@@ -497,7 +500,7 @@ def test_cost_pictures_show_every_arm_once_and_no_label_on_another(
 def test_the_picture_of_forgetting_shows_every_arm(tmp_path: Path) -> None:
     folder = ROOT / "recipes/forgetting"
     results = json.loads((folder / "results.json").read_text())
-    (path,) = runpy.run_path(str(folder / "plots.py"))["draw"](results, tmp_path)
+    (path,) = draw_pictures(runpy.run_path(str(folder / "plots.py"))["PICTURES"], results, tmp_path)
     assert path.read_text() == (folder / path.name).read_text(), "run plots.py again"
     dots = [e for e in ElementTree.fromstring(path.read_text()).iter() if e.tag[-6:] == "circle"]
     num_arms = sum(len(variant["arms"]) for variant in results["variants"].values())
@@ -516,7 +519,7 @@ def test_the_switchboard_pictures_show_every_arm_seed_and_step(tmp_path: Path) -
         "by-fault.svg": 4 * 2 * (num_seeds + 6) + 2,
         "along-training.svg": 2 * 6 * num_steps,
     }
-    for path in plots["draw"](results, tmp_path):
+    for path in draw_pictures(plots["PICTURES"], results, tmp_path):
         tree = ElementTree.fromstring(path.read_text())
         dots = sum(element.tag.endswith("circle") for element in tree.iter())
         assert dots == expected[path.name]
