@@ -79,8 +79,8 @@ class Run:
         self._failed_phase: str | None = None
         """The phase that an error ended; None: none did."""
         self._rates: list[float] = []
-        self.schedule = CheckpointSchedule(self.recipe.run.checkpoint_every)
         """Tokens per second of this process's steps."""
+        self.schedule = CheckpointSchedule(self.recipe.run.checkpoint_every)
         self._resume()
         self.budget: BudgetMeter | None = None
         if self.recipe.train.budget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,22 +25,21 @@ class CheckpointSchedule:
 
     def __init__(self, every: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.every, self._clock = every, clock
-        self._began = self._ended = 0.0
-        self._has_saved = False
+        self._seconds, self._ended = 0.0, -math.inf
+        """Of the last checkpoint that this process saved."""
 
     def is_due(self, num_steps: int) -> bool:
         if num_steps % (self.every or CHECKPOINT_STEPS):
             return False
-        if self.every is not None or not self._has_saved:
-            return True
-        seconds = self._clock() - self._ended
-        return self._ended - self._began <= MAX_SAVING_FRACTION * seconds
+        since = self._clock() - self._ended
+        return self.every is not None or self._seconds <= MAX_SAVING_FRACTION * since
 
     @contextmanager
     def time_save(self) -> Iterator[None]:
-        self._began = self._clock()
+        began = self._clock()
         yield
-        self._ended, self._has_saved = self._clock(), True
+        self._ended = self._clock()
+        self._seconds = self._ended - began
 
 
 def model_tensors(parts: Runtime) -> dict[str, dict[str, Any]]:

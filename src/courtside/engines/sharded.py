@@ -123,7 +123,7 @@ class ShardedEngine(LocalEngine):
 
     def __init__(self, model: Any, tokenizer: Any, *, turns: ForwardTurns, **options: Any) -> None:
         with turns.keep_step():
-            model.unshard()  # passes begin below the module that would do it
+            model.unshard()  # the LM head is found and compared before a pass gathers it
             super().__init__(model, tokenizer, **options)
             self._probe()
         for module in model.modules():  # a probe that ends within a layer leaves it gathered
