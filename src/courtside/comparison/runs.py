@@ -14,7 +14,11 @@ from courtside.recipe import Recipe
 from courtside.report.budget import TRAINING_PHASES, sum_spent
 from courtside.report.folder.folder import RunFolder
 from courtside.report.folder.locking import RECIPE, dump_recipe
-from courtside.report.folder.pipeline_folder import PipelineFolder, is_pipeline_folder
+from courtside.report.folder.pipeline_folder import (
+    PipelineFolder,
+    StageRecord,
+    is_pipeline_folder,
+)
 from courtside.types import Split
 
 STEPS, STUDENT_TOKENS, TEACHER_TOKENS, FLOPS, SECONDS, MONEY = (
@@ -148,13 +152,15 @@ def _read_pipeline(
     """A pipeline is its last stage, after all that the stages before have spent; it starts where
     the stage starts in which its student began."""
     folder = PipelineFolder.read(path)
-    records = {name: folder.read_record(name) for name in folder.stage_names}
-    for name, record in records.items():
+    records: dict[str, StageRecord] = {}
+    for name in folder.stage_names:
+        record = folder.read_record(name)
         if record is None or not record.is_done:
             raise UserError(
                 f"{path}: its stage {name} is not done. Go on with `courtside train`, or give the "
                 "folder of a stage that is"
             )
+        records[name] = record
     if not records:
         raise UserError(f"{path}: no stage of this pipeline has begun")
     *earlier, last_name = records
@@ -163,27 +169,33 @@ def _read_pipeline(
     for name in earlier:
         stage = RunFolder.read(folder.stage_path(name))
         spent = _add(spent, _total_spent(stage, stage.metrics(), price_per_hour))
-    record = records[last_name]
-    root = last_name if record is None or record.root is None else record.root
-    begun = _measure(RunFolder.read(folder.stage_path(root)), _policy(suite), price_per_hour)
+    start = _read_start(folder, last_name, suite, price_per_hour)
     measurements: dict[Split, tuple[Measurement, ...]] = {}
     for split, series in last.measurements.items():
-        starts = [m for m in begun.get(split, ()) if m.step == 0 and root != last_name]
         later = (
             replace(m, step=m.step + int(spent[STEPS] or 0), spent=_add(spent, m.spent))
             for m in series
         )
-        measurements[split] = (*starts, *later)
-    stages = {
-        name: _without_seed(record.recipe) for name, record in records.items() if record is not None
-    }
+        measurements[split] = (*start.get(split, ()), *later)
+    trees = {name: _without_seed(record.recipe) for name, record in records.items()}
     return replace(
         last,
         path=path,
-        tree={**stages.pop(last_name), "stages": stages},
+        tree={**trees.pop(last_name), "stages": trees},
         measurements=measurements,
         total=_add(spent, last.total),
     )
+
+
+def _read_start(
+    folder: PipelineFolder, stage: str, suite: str, price: float | None
+) -> dict[Split, tuple[Measurement, ...]]:
+    """Of the student of a stage before the first stage that trained it, if that is another."""
+    record = folder.read_record(stage)
+    if record is None or record.root in (None, stage):
+        return {}
+    begun = _measure(RunFolder.read(folder.stage_path(record.root)), _policy(suite), price)
+    return {split: tuple(m for m in series if m.step == 0) for split, series in begun.items()}
 
 
 def _policy(suite: str) -> str:
